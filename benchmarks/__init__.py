@@ -1,0 +1,10 @@
+"""Every claim of jaxkit against a named rival: ``python -m benchmarks`` runs, tabulates, plots.
+
+A benchmark is one file ``benchmarks/<topic>/bench_<method>.py``; nothing lists it. It holds
+
+- ``run(context)``, a generator of ``harness.Row`` and ``harness.Curve``;
+- if it has settings to tune, ``tune(context)``, which returns its entry in ``settings.json``;
+- if it can read data sets of the user, ``READS_DATA = True``, and takes them from ``context.data``.
+
+The first line of its docstring is what ``--list`` shows.
+"""

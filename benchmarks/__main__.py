@@ -1,0 +1,254 @@
+"""The command ``python -m benchmarks``: runs, tunes, lists or compares."""
+
+import argparse
+import ast
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+
+import rich.console
+import rich.progress
+
+HERE = pathlib.Path(__file__).resolve().parent
+OUT = HERE / "out"
+IGNORED = {  # what each mode has no use for
+    "compare": ("topics", "full", "smoke", "json", "trace", "data"),
+    "list": ("full", "smoke", "json", "trace", "data"),
+    "tune": ("smoke", "json"),
+}
+
+
+def main(argv=None):
+    """Runs the command and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    _refuse(parser, args)
+    available = discover()
+    if args.compare:
+        return _compare(parser, args)
+    names = _select(parser, args.topics, available)
+    if args.list:
+        for name in names:
+            print(f"{name}: {_summary(name)}")
+        return 0
+    return _run(parser, args, names, shlex.join(["python", "-m", "benchmarks", *argv]))
+
+
+def discover():
+    """Returns the names of all benchmarks, ``topic.method``, sorted."""
+    files = sorted(HERE.glob("*/bench_*.py"))
+    return [f"{path.parent.name}.{path.stem.removeprefix('bench_')}" for path in files]
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Runs jaxkit side by side with its rivals; ends with one table and one figure, "
+        "both written to benchmarks/out/.",
+    )
+    parser.add_argument("topics", nargs="*", help="topics, or topic.method; default: all")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--full", action="store_true", help="more seeds, larger; for accelerators")
+    forms.add_argument("--smoke", action="store_true", help="toy sizes; only shows that all runs")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--tune", action="store_true", help="search settings, write settings.json")
+    modes.add_argument("--list", action="store_true", help="list the benchmarks")
+    modes.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("OLD", "NEW"),
+        type=pathlib.Path,
+        help="print what changed beyond noise between two files of --json",
+    )
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write JSON lines")
+    parser.add_argument("--trace", metavar="DIR", type=pathlib.Path, help="write a profiler trace")
+    parser.add_argument("--data", metavar="DIR", type=pathlib.Path, help="folder of real data sets")
+    return parser
+
+
+def _select(parser, topics, available):
+    """Returns the benchmarks that ``topics`` name; an unknown name ends the program."""
+    known = dict.fromkeys(name.split(".")[0] for name in available)
+    for topic in topics:
+        if topic not in known and topic not in available:
+            choices = ", ".join([*known, *available])
+            parser.error(f"unknown topic {topic!r}; the topics are {choices}")
+    return [name for name in available if not topics or {name, name.split(".")[0]} & set(topics)]
+
+
+def _refuse(parser, args):
+    """Ends the program if a flag is given that the mode would ignore."""
+    for mode, flags in IGNORED.items():
+        for flag in flags if getattr(args, mode) else ():
+            if getattr(args, flag):
+                parser.error(f"--{mode} does not use {flag if flag == 'topics' else '--' + flag}")
+
+
+def _compare(parser, args):
+    from benchmarks import report
+
+    try:
+        old, new = map(report.read, args.compare)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    _console().print(report.compare(old, new))
+    return 0
+
+
+def _run(parser, args, names, command):
+    import jax
+
+    from benchmarks import harness, report
+
+    modules = {name: _import(name) for name in names}
+    if args.tune:
+        modules = {name: module for name, module in modules.items() if hasattr(module, "tune")}
+        if not modules:
+            parser.error("--tune finds no settings in the selected benchmarks")
+    if args.data and not any(getattr(module, "READS_DATA", False) for module in modules.values()):
+        parser.error("--data: no selected benchmark reads data sets")
+    if args.data and not args.data.is_dir():
+        parser.error(f"--data must be a folder, got {args.data}")
+
+    form = "full" if args.full else "smoke" if args.smoke else "short"
+    about = {"device": _device(), "versions": _versions(), "commit": _commit(), "command": command}
+    rows, curves, failed = [], [], []
+    errors = rich.console.Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(args.json.open("w")) if args.json else None
+        if args.trace:
+            stack.enter_context(jax.profiler.trace(args.trace))
+        progress = stack.enter_context(_progress(errors))
+        for name, module in modules.items():
+            topic, method = name.split(".")
+            task = progress.add_task(name, total=0)
+            context = harness.Context(
+                form=form,
+                settings=_settings(topic).get(method, {}),
+                data=args.data,
+                track=_tracker(progress, task, name),
+                note=progress.console.print,
+            )
+            try:
+                if args.tune:
+                    _write_settings(topic, method, module.tune(context), progress.console)
+                for item in () if args.tune else module.run(context):
+                    if isinstance(item, harness.Curve):
+                        curves.append(item)
+                        continue
+                    row = {"topic": topic, **item._asdict(), **about}
+                    rows.append(row)
+                    if lines:
+                        print(json.dumps(row), file=lines, flush=True)
+            except Exception:
+                failed.append(name)
+                progress.console.print_exception()
+            progress.update(task, description=f"{name}: {'failed' if name in failed else 'done'}")
+    if rows:
+        OUT.mkdir(exist_ok=True)
+        prefix = "" if form == "short" else f"{form}_"
+        table, figure = OUT / f"{prefix}table.md", OUT / f"{prefix}figure.png"
+        table.write_text(report.markdown(rows))
+        report.figure(rows, curves, figure)
+        _console().print(report.table(rows))
+        print(f"Table: {table}\nFigure: {figure}")
+    if failed:
+        errors.print(f"Failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _import(name):
+    topic, method = name.split(".")
+    return importlib.import_module(f"benchmarks.{topic}.bench_{method}")
+
+
+def _summary(name):
+    """Returns the first line of a benchmark's docstring without importing it."""
+    topic, method = name.split(".")
+    source = (HERE / topic / f"bench_{method}.py").read_text()
+    return ast.get_docstring(ast.parse(source)).splitlines()[0]
+
+
+def _settings(topic):
+    path = HERE / topic / "settings.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _write_settings(topic, method, entry, console):
+    from benchmarks import tuning
+
+    settings = {**_settings(topic), method: entry}
+    (HERE / topic / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+    for fault in tuning.faults(entry):
+        console.print(f"{topic}.{method}: {fault}")
+
+
+def _console():
+    # A file or a pipe has no width of its own; cells must not break there.
+    return rich.console.Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _progress(console):
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _tracker(progress, task, name):
+    def track(stages):
+        progress.update(task, total=progress.tasks[task].total + len(stages))
+        for stage in stages:
+            progress.update(task, description=f"{name}: {stage}")
+            yield stage
+            progress.advance(task)
+
+    return track
+
+
+def _device():
+    import jax
+
+    device = jax.devices()[0]
+    cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
+    return f"{jax.device_count()} x {device.device_kind}{cores}"
+
+
+def _versions():
+    import jaxkit
+
+    packages = ("jax", "jaxlib", "numpy", "optax", "flax")
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+        "jaxkit": jaxkit.__version__,
+    }
+
+
+def _commit():
+    """Returns the commit of the checkout, with ``-dirty`` if files differ from it."""
+    if not (HERE.parent / ".git").exists():
+        return "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+if __name__ == "__main__":
+    # Compile times are measured, so nothing may come from a cache of earlier runs.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    sys.exit(main())

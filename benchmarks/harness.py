@@ -1,0 +1,108 @@
+"""What a benchmark is told, what it hands back, and how time and memory are measured."""
+
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+TIMES = ("s", "ms")  # units of measurements that another busy process disturbs
+
+
+class Context(NamedTuple):
+    """What a benchmark is told."""
+
+    form: str  # "smoke", "short" or "full"
+    settings: dict[str, Any]  # its entry in settings.json
+    data: pathlib.Path | None  # folder of real data sets
+    track: Callable[[Sequence[str]], Iterator[str]]  # iterates over stages, shown as progress
+    note: Callable[[str], None]  # prints a line
+
+
+class Row(NamedTuple):
+    """One value of ``method`` in the comparison with ``rival``; the rival's rows name it twice."""
+
+    case: str
+    method: str
+    rival: str
+    size: str
+    metric: str
+    unit: str
+    better: str  # "up" or "down"
+    seed: int | None  # of the training run, or the round of a timing; values of one seed are paired
+    value: float
+
+
+class Curve(NamedTuple):
+    """A line of the figure: ``values`` is ``[seeds, points]``, drawn as mean and range."""
+
+    case: str
+    method: str
+    x_label: str
+    y_label: str
+    x: np.ndarray
+    values: np.ndarray
+
+
+class Measured(NamedTuple):
+    """What :func:`measure` found out about one function; the lists are paired across functions."""
+
+    compile_s: list[float]
+    run_s: list[float]
+    temp_bytes: int
+    text_bytes: int
+
+
+def versus(ours, values, *, case, size, metric, unit, better, seeds=(None,)):
+    """Yields the rows that compare ``values[ours]`` with each other method, seed by seed."""
+    for rival in values:
+        for method in (ours, rival) if rival != ours else ():
+            for seed, value in zip(seeds, values[method], strict=True):
+                yield Row(case, method, rival, size, metric, unit, better, seed, float(value))
+
+
+def alternate(calls, rounds):
+    """Returns the seconds that each call takes in each of ``rounds``, an iterable.
+
+    All calls run once a round, so that a busy neighbor meets them all; the order turns around
+    every other round, so that none always follows the same one.
+    """
+    seconds = {name: [] for name in calls}
+    for index, _ in enumerate(rounds):
+        for name in list(calls)[:: 1 if index % 2 == 0 else -1]:
+            start = time.perf_counter()
+            jax.block_until_ready(calls[name]())
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(calls, *, rounds, compiles):
+    """Measures ``{name: (fun, *args)}`` side by side; returns ``{name: Measured}``."""
+    compiled = {}
+
+    def build(name, fun, *args):
+        # A new function each time, or jax would hand back what it compiled before.
+        lowered = jax.jit(lambda *args: fun(*args)).lower(*args)
+        compiled[name] = lowered.compile()
+        return ()
+
+    def bind(call, *args):
+        return lambda: call(*args)
+
+    compile_s = alternate(
+        {name: bind(build, name, *calls[name]) for name in calls}, range(compiles)
+    )
+    ready = {name: bind(compiled[name], *args) for name, (_, *args) in calls.items()}
+    alternate(ready, range(1))  # warm up
+    run_s = alternate(ready, range(rounds))
+    return {
+        name: Measured(
+            compile_s[name],
+            run_s[name],
+            compiled[name].memory_analysis().temp_size_in_bytes,
+            len(compiled[name].as_text()),
+        )
+        for name in calls
+    }

@@ -1,0 +1,215 @@
+"""The table and the figure at the end of a run, and what changed between two runs."""
+
+import json
+import statistics
+
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+from matplotlib.figure import Figure
+
+from benchmarks import harness
+
+FIELDS = ("topic", *harness.Row._fields, "device", "versions", "commit", "command")
+SAME = ("topic", "case", "method", "size", "metric", "unit", "better")  # what two runs share
+# A machine's speed drifts more from run to run than from round to round of one run.
+TIME_DRIFT = 0.25
+
+
+def read(path):
+    """Returns the rows of a file of JSON lines; ValueError names the line that is none."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            if tuple(row) != FIELDS:
+                raise ValueError(f"its fields are {', '.join(row)}")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}, must be a measurement: {error}.") from None
+        rows.append(row)
+    return rows
+
+
+def comparisons(rows):
+    """Returns one dict a comparison: what it is of, both names, and the values paired by seed."""
+    groups = {}
+    for row in rows:
+        key = tuple(row[k] for k in ("topic", "case", "size", "metric", "unit", "better", "rival"))
+        groups.setdefault(key, {}).setdefault(row["method"], {})[row["seed"]] = row["value"]
+    out = []
+    for (topic, case, size, metric, unit, better, rival), methods in groups.items():
+        theirs = methods.pop(rival)
+        ((method, ours),) = methods.items()
+        pairs = np.array([(ours[seed], theirs[seed]) for seed in ours])
+        sign = 1 if better == "up" else -1
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = pairs[:, 0] / pairs[:, 1]
+        out.append(
+            {
+                "topic": topic,
+                "case": case,
+                "size": size,
+                "metric": metric,
+                "unit": unit,
+                "method": method,
+                "rival": rival,
+                "pairs": pairs,
+                "ratio": float(np.median(ratios)),
+                "quartiles": np.quantile(ratios, [0.25, 0.75]),
+                "wins": int(np.sum(sign * pairs[:, 0] > sign * pairs[:, 1])),
+            }
+        )
+    return out
+
+
+COLUMNS = ("metric", "rival", "ours", "rival's", "ratio", "seeds", "spread")
+CAPTION = (
+    "Ours and rival's: mean and standard error over the seeds; for times the median over "
+    "alternating rounds. Ratio: median of ours / rival's within a seed or round. Seeds: in how "
+    "many of them ours is better. Spread: quartiles of the ratio."
+)
+
+
+def sections(rows):
+    """Returns the table as text, ``{title: [cells of a line]}``."""
+    out = {}
+    for c in comparisons(rows):
+        title = f"{c['topic']}: {c['case']}: {c['method']} ({c['size']})"
+        ours, theirs = c["pairs"].T
+        spread = "{:.3g} to {:.3g}".format(*c["quartiles"]) if len(ours) > 1 else ""
+        out.setdefault(title, []).append(
+            (
+                f"{c['metric']}, {c['unit']}",
+                c["rival"],
+                _center(ours, c["unit"]),
+                _center(theirs, c["unit"]),
+                f"{c['ratio']:.3g}",
+                f"{c['wins']}/{len(ours)}",
+                spread,
+            )
+        )
+    return out
+
+
+def table(rows):
+    """Returns the table for a terminal."""
+    tables = [_table(title, COLUMNS, lines) for title, lines in sections(rows).items()]
+    return rich.console.Group(*tables, CAPTION)
+
+
+def markdown(rows):
+    """Returns the table as text, with what it was measured on."""
+    first = rows[0]
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    lines = [
+        f"`{first['command']}` on {first['device']}, commit {first['commit']}, {versions}.",
+        "",
+        CAPTION,
+    ]
+    for title, body in sections(rows).items():
+        lines += ["", f"**{title}**", ""]
+        for line in (COLUMNS, ["---"] * len(COLUMNS), *body):
+            lines.append("| " + " | ".join(line) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(rows, curves, path):
+    """Writes the ratios of all comparisons, and a panel of curves for each case that has some."""
+    found = [c for c in comparisons(rows) if c["ratio"] > 0 and np.isfinite(c["ratio"])]
+    cases = list(dict.fromkeys(curve.case for curve in curves))
+    height = max(4.0, 0.32 * len(found) + 1.5)
+    fig = Figure(figsize=(8.5 + 5.5 * len(cases), height), layout="constrained")
+    axes = fig.subplots(1, 1 + len(cases), squeeze=False)[0]
+
+    ax = axes[0]
+    for y, c in enumerate(found):
+        low, high = c["quartiles"]
+        color = "tab:blue" if 2 * c["wins"] > len(c["pairs"]) else "tab:orange"
+        ax.plot([low, high], [y, y], color=color, linewidth=3, alpha=0.4)
+        ax.plot(c["ratio"], y, "o", color=color)
+        label = f"{c['ratio']:.3g}"
+        ax.annotate(label, (c["ratio"], y), (0, 5), textcoords="offset points", ha="center", size=7)
+    ax.axvline(1, color="black", linewidth=0.8)
+    names = [f"{c['case']}: {c['metric']}\nagainst {c['rival']}" for c in found]
+    ax.set_yticks(range(len(found)), names, fontsize=7)
+    ax.invert_yaxis()
+    ax.set_xscale("log")
+    ax.set_xlabel("ours / rival's (blue: ours is better, orange: the rival's)")
+
+    for ax, case in zip(axes[1:], cases, strict=True):
+        for curve in (curve for curve in curves if curve.case == case):
+            (line,) = ax.plot(curve.x, curve.values.mean(0), label=curve.method)
+            low, high = curve.values.min(0), curve.values.max(0)
+            ax.fill_between(curve.x, low, high, color=line.get_color(), alpha=0.2)
+            ax.set(xlabel=curve.x_label, ylabel=curve.y_label, title=case)
+        ax.legend()
+    fig.savefig(path, dpi=150)
+
+
+def changes(old, new):
+    """Returns one tuple for each thing that both runs measured.
+
+    It holds the key (the fields of SAME), both means, the standard error of the change, and
+    whether the change is real: beyond two standard errors of the differences seed by seed, for
+    times also beyond 25 percent. A single value has no spread, so any change of it is real.
+    """
+    before, after = _by_key(old), _by_key(new)
+    out = []
+    for key in before:
+        seeds = [seed for seed in before[key] if seed in after.get(key, ())]
+        if not seeds:
+            continue
+        x, y = (np.array([side[key][seed] for seed in seeds]) for side in (before, after))
+        error = float(np.std(y - x, ddof=1) / np.sqrt(len(seeds))) if len(seeds) > 1 else 0.0
+        drift = TIME_DRIFT * abs(np.mean(x)) if key[SAME.index("unit")] in harness.TIMES else 0.0
+        # Written so that a value that became NaN is a change.
+        is_real = not np.array_equal(x, y, equal_nan=True) and not (
+            abs(np.mean(y - x)) <= max(2 * error, drift)
+        )
+        out.append((key, float(np.mean(x)), float(np.mean(y)), error, is_real))
+    return out
+
+
+def compare(old, new):
+    """Returns the table of the changes beyond noise, for a terminal."""
+    found, lines = changes(old, new), []
+    for key, before, after, error, is_real in found:
+        topic, case, method, _, metric, unit, better = key
+        if is_real:
+            verdict = "better" if (after > before) == (better == "up") else "worse"
+            numbers = (f"{x:.4g}" for x in (before, after, error))
+            lines.append((f"{topic}: {case}", f"{metric}, {unit}", method, *numbers, verdict))
+    missing = len(_by_key(old).keys() ^ _by_key(new).keys())
+    sentence = (
+        f"{len(lines)} of {len(found)} means changed by more than two standard errors (of the "
+        f"differences seed by seed), times by more than {TIME_DRIFT:.0%} too; measured in one file "
+        f"only: {missing}."
+    )
+    columns = ("case", "metric", "method", "old", "new", "standard error", "")
+    return rich.console.Group(_table(None, columns, lines), sentence)
+
+
+def _by_key(rows):
+    """Returns ``{key: {seed: value}}``; ours is the same in the comparison with each rival."""
+    out = {}
+    for row in rows:
+        out.setdefault(tuple(row[field] for field in SAME), {})[row["seed"]] = row["value"]
+    return out
+
+
+def _center(values, unit):
+    """Returns mean and standard error, or for times the median, as text."""
+    if unit in harness.TIMES or len(values) == 1:
+        return f"{statistics.median(values):.4g}"
+    error = np.std(values, ddof=1) / np.sqrt(len(values))
+    return f"{np.mean(values):.4g} ± {error:.2g}"
+
+
+def _table(title, columns, lines):
+    out = rich.table.Table(
+        *columns, box=rich.box.SIMPLE, title=title, title_style="bold", title_justify="left"
+    )
+    for line in lines:
+        out.add_row(*line)
+    return out

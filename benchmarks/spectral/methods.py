@@ -1,0 +1,69 @@
+"""The optimizers that the benchmarks of spectral compare; each takes two learning rates.
+
+The matrices of the blocks get the method. Embedding, head, positions and norms get the same AdamW
+from all but rollfast, with the look-ahead that ``optax.contrib.muon`` always gives its AdamW. So
+the loss differs by the rule for matrices alone.
+"""
+
+import functools
+
+import jax
+import optax
+
+from jaxkit import spectral
+
+OURS = "spectral.muon"
+
+
+def ours(learning_rate, other_learning_rate):
+    return spectral.muon(learning_rate, other=_adamw(other_learning_rate))
+
+
+def adamw(learning_rate, other_learning_rate):
+    groups = {True: _adamw(learning_rate), False: _adamw(other_learning_rate)}
+    return optax.partition(groups, _is_matrix)
+
+
+def optax_muon(learning_rate, other_learning_rate):
+    return optax.contrib.muon(
+        learning_rate,
+        adam_b2=0.95,
+        adam_learning_rate=other_learning_rate,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=functools.partial(
+            _specs, optax.contrib.MuonDimensionNumbers()
+        ),
+    )
+
+
+def rollfast(note):
+    """Returns ``{"rollfast.muon": ...}``, or nothing, and a printed line, where it is missing."""
+    try:
+        from rollfast import MatrixDimensionNumbers, muon
+    except ImportError as error:
+        note(f"rollfast (Python 3.12 or newer) is left out: {error}.")
+        return {}
+
+    def rollfast_muon(learning_rate, other_learning_rate):
+        return muon(
+            learning_rate,
+            adam_b2=0.95,
+            adam_learning_rate=other_learning_rate,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=functools.partial(_specs, MatrixDimensionNumbers()),
+        )
+
+    return {"rollfast.muon": rollfast_muon}
+
+
+def _adamw(learning_rate):
+    return optax.adamw(learning_rate, b2=0.95, weight_decay=0.0, nesterov=True)
+
+
+def _is_matrix(params):
+    roles = spectral.label_params(params)
+    return jax.tree.map(lambda role: role not in ("embedding", "lm_head", "other"), roles)
+
+
+def _specs(spec, params):
+    return jax.tree.map(lambda is_matrix: spec if is_matrix else None, _is_matrix(params))

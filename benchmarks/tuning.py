@@ -1,0 +1,60 @@
+"""Tuned settings: how they are chosen, written to ``settings.json``, and looked up."""
+
+import datetime
+import itertools
+
+import numpy as np
+
+
+def entry(tables, *, grids, criterion, size, seeds):
+    """Returns what ``settings.json`` holds for one benchmark.
+
+    ``grids[method]`` maps each setting to its values; ``tables[method]`` is the criterion at each
+    point, one axis a setting, and the lowest counts. A run that diverged may hold NaN.
+    """
+    methods = {}
+    for method, grid in grids.items():
+        table = np.where(np.isfinite(tables[method]), tables[method], np.inf)
+        best = np.unravel_index(np.argmin(table), table.shape)
+        chosen = {
+            name: values[index] for (name, values), index in zip(grid.items(), best, strict=True)
+        }
+        values = [round(float(x), 4) if x < np.inf else None for x in table.flat]
+        methods[method] = {
+            "chosen": chosen,
+            "value": values[int(np.argmin(table))],
+            "grid": {name: list(values) for name, values in grid.items()},
+            "values": values,
+        }
+    return {
+        "date": datetime.date.today().isoformat(),
+        "criterion": criterion,
+        "size": size,
+        "seeds": list(seeds),
+        "methods": methods,
+    }
+
+
+def chosen(context, method):
+    """Returns the tuned settings of ``method``."""
+    try:
+        return context.settings["methods"][method]["chosen"]
+    except KeyError:
+        raise ValueError(
+            f"settings.json must hold tuned settings of {method}, got none; --tune makes them."
+        ) from None
+
+
+def faults(settings):
+    """Yields what makes a comparison unfair: unequal grids, a best value at the end of a grid."""
+    methods = settings["methods"]
+    sizes = {name: [len(values) for values in m["grid"].values()] for name, m in methods.items()}
+    for one, other in itertools.pairwise(sizes):
+        if sorted(sizes[one]) != sorted(sizes[other]):
+            yield f"the grids of {one} and {other} must be equal, got {sizes[one]}, {sizes[other]}"
+    for name, method in methods.items():
+        for setting, values in method["grid"].items():
+            if method["chosen"][setting] in (min(values), max(values)):
+                yield f"{setting} of {name} must lie inside its grid, got its end, " + str(
+                    method["chosen"][setting]
+                )

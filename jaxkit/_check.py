@@ -1,0 +1,106 @@
+"""Checks of shapes, dtypes and static options; they cost nothing after tracing."""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkit import _tree
+
+
+def shape(name, x, spec, /, **sizes):
+    """Checks ``x.shape`` against ``spec`` such as ``"n d"``; returns the sizes it named."""
+    dims, got, known = spec.split(), jnp.shape(x), dict(sizes)
+    fits = len(dims) == len(got)
+    for dim, size in zip(dims, got, strict=False) if fits else ():
+        want = int(dim) if dim.isdigit() else known.setdefault(dim, size)
+        fits = fits and want == size
+    if not fits:
+        hint = ", ".join(f"{key}={value}" for key, value in sizes.items())
+        raise ValueError(
+            f"{name} must have shape [{', '.join(dims)}]"
+            + (f" with {hint}" if hint else "")
+            + f", got {got}."
+        )
+    return known
+
+
+def choice(name, value, options, /):
+    """Checks that a static ``value`` is one of ``options``; the message lists them."""
+    if value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}.")
+    return value
+
+
+def count(name, value, /, *, minimum=1):
+    """Checks that a static ``value`` is a whole number of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a static whole number, got {value!r}.")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}.")
+    return int(value)
+
+
+def between(name, value, low, high, /, *, closed_high=False):
+    """Checks ``low <= value < high`` where ``value`` is a Python number; traced values pass."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if not (low <= value <= high if closed_high else low <= value < high):
+            end = "]" if closed_high else ")"
+            raise ValueError(f"{name} must be in [{low}, {high}{end}, got {value}.")
+    elif not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    return value
+
+
+def arrays(name, tree, /):
+    """Checks that every leaf of ``tree`` is an array or a number; the message names the path."""
+    for path, leaf in _tree.leaves_with_paths(tree):
+        try:
+            jax.typeof(leaf)
+        except TypeError as error:
+            kind = type(leaf).__name__
+            raise TypeError(f"{name} must hold arrays only, got {kind} at {path}.") from error
+
+
+def leading_axis(name, tree, /):
+    """Checks that all leaves of ``tree`` have the same leading axis; returns its size."""
+    arrays(name, tree)
+    leaves = _tree.leaves_with_paths(tree)
+    if not leaves:
+        raise ValueError(f"{name} must hold at least one array, got an empty tree.")
+    for path, leaf in leaves:
+        if jnp.ndim(leaf) == 0:
+            raise ValueError(f"{name} must have a leading axis in every leaf, got [] at {path}.")
+    first, size = leaves[0][0], jnp.shape(leaves[0][1])[0]
+    for path, leaf in leaves:
+        if jnp.shape(leaf)[0] != size:
+            raise ValueError(
+                f"{name} must have the same leading axis in every leaf, got {size} at {first} "
+                f"and {jnp.shape(leaf)[0]} at {path}."
+            )
+    return size
+
+
+def same_types(name, got, want_name, want, /):
+    """Checks that two trees agree in structure, shapes and dtypes; names the first difference."""
+
+    def types(tree):
+        return {
+            path: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+            for path, leaf in _tree.leaves_with_paths(tree)
+        }
+
+    got_types, want_types = types(got), types(want)
+    for path in {**want_types, **got_types}:
+        pair = want_types.get(path, "nothing"), got_types.get(path, "nothing")
+        if pair[0] != pair[1]:
+            raise ValueError(
+                f"{name} must have the types of {want_name}, wanted {pair[0]} at {path}, "
+                f"got {pair[1]}."
+            )
+    got_tree, want_tree = jax.tree.structure(got), jax.tree.structure(want)
+    if got_tree != want_tree:
+        raise ValueError(
+            f"{name} must have the structure of {want_name}, wanted {want_tree}, got {got_tree}."
+        )

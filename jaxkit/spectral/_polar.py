@@ -1,0 +1,315 @@
+"""The polar factor of a matrix: Newton-Schulz, its Gram form, QDWH and eigh."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkit import _check, _numerics
+from jaxkit.spectral import _coefficients, _exchange
+from jaxkit.spectral._matrix_spec import MatrixSpec
+
+METHODS = ("auto", "newton_schulz", "gram", "qdwh", "eigh")
+_EXACT = ("qdwh", "eigh")
+# Operations of 5 steps on r x qr: 20q + 10 (plain) and 8q + 28 (Gram), in units of r^3.
+_GRAM_ASPECT = 1.5
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def polar(
+    x: jax.Array,
+    method: str = "auto",
+    coefficients="polar_express_5",
+    steps: int | None = None,
+    *,
+    dtype=None,
+    precision=None,
+) -> jax.Array:
+    r"""Returns the orthogonal polar factor of a matrix, the sign function of its singular values.
+
+    For the thin singular value decomposition :math:`X = U \Sigma V^\top` this is
+    :math:`U V^\top`, over the nonzero singular values only: a zero matrix gives zero. It is the
+    steepest-ascent direction in the spectral norm, the step of Muon. The result does not change
+    when ``x`` is multiplied by a positive number, whatever its size; a NaN or an infinity
+    anywhere in a matrix makes its whole factor NaN.
+
+    The iterative methods map every singular value by the same odd polynomials and so return an
+    approximation, :math:`U p(\Sigma) V^\top`. With the default coefficients :math:`p` lies within
+    0.2 of one for singular values above a thousandth of the Frobenius norm. Tiny singular values
+    stay small.
+
+    Args:
+      x: matrices of shape ``[..., m, n]``, real floating; leading axes are a batch.
+      method: static; ``"newton_schulz"`` iterates on the matrix, ``"gram"`` on its small Gram
+        matrix (the same polynomial, cheaper from an aspect ratio of 1.5), ``"auto"`` takes the
+        cheaper of these two by shape. ``"qdwh"`` and ``"eigh"`` are exact to rounding: QDWH for
+        every condition number, but it completes the null space of a rank-deficient matrix with
+        arbitrary directions; eigh of the Gram matrix drops the null space, and is accurate for
+        condition numbers up to about 1e3 in float32.
+      coefficients: static; for the iterative methods ``"polar_express_5"``,
+        ``"polar_express"``, ``"you"``, ``"jordan"``, or numbers of shape ``[3]`` or ``[k, 3]``
+        (:math:`a, b, c` of :math:`a s + b s^3 + c s^5` for each step).
+      steps: static; number of iterations. More than the list is long repeats its last row, fewer
+        take its first rows. ``None``: 5, the length of a given ``[k, 3]`` list, or 8 for
+        ``"polar_express"`` where products are in float32 or wider.
+      dtype: static; floating dtype of the products with ``x``. ``None``: bfloat16 for bfloat16,
+        float32 for float16, else the dtype of ``x``. Sums are in float32 or wider, and in the
+        Gram form everything of the small size is.
+      precision: static; ``jax.lax.Precision`` of the products with ``x``. On TPU and GPU the
+        default for float32 is not full float32. The small products of the Gram form and the
+        exact methods always use the highest.
+
+    Returns:
+      Array of the shape and dtype of ``x``. In an Explicit mesh it has the sharding of ``x``.
+
+    Raises:
+      ValueError: ``x`` has fewer than two axes or an empty matrix axis; an unknown method or
+        table; ``steps`` below 1; coefficients of another shape; coefficients or steps given to
+        an exact method.
+      TypeError: ``x`` is not real floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxkit import spectral
+      >>> x = jnp.array([[3.0, 0.0], [0.0, -1e-3], [0.0, 0.0]])
+      >>> print(spectral.polar(x, "qdwh").round(3) + 0.0)
+      [[ 1.  0.]
+       [ 0. -1.]
+       [ 0.  0.]]
+
+    Source: Newton-Schulz with the coefficients of arXiv:2505.16932 (Polar Express), and of the
+    Muon and modded-nanogpt repositories; the Gram form of the Dao-AILab/gram-newton-schulz
+    repository, with one restart before the third step. Differs: the small products stay in
+    float32 at the highest precision, since in 16 bits the Gram form diverges, and the input is
+    divided by its largest entry before its norm is taken. Derived here: the derivative of the
+    exact methods.
+
+    Cost: for :math:`r = \min(m, n)`, :math:`q = \max(m, n) / r` and 5 steps
+    :math:`(20 q + 10) r^3` operations plain and :math:`(8 q + 28) r^3` in the Gram form; two
+    more arrays like ``x`` in memory. QDWH costs about 3 to 10 times as much.
+    """
+    settings = make_settings(method, coefficients, steps, dtype, precision)
+    x = check_matrix("x", x)
+    *batch, unit, feature = range(x.ndim)
+    spec = MatrixSpec((unit,), (feature,), tuple(batch))
+    return _exchange.map_matrices(functools.partial(apply, settings), [x], [spec])[0]
+
+
+class Settings(NamedTuple):
+    """Static choices of :func:`polar`, checked."""
+
+    method: str
+    coefficients: object
+    steps: int | None
+    dtype: object
+    precision: object
+
+    def product_dtype(self, dtype):
+        """Returns the dtype in which products with an ``x`` of ``dtype`` are made."""
+        if self.dtype is not None:
+            return jnp.dtype(self.dtype)
+        return dtype if dtype == jnp.bfloat16 else _numerics.wide(dtype)
+
+
+def make_settings(method, coefficients, steps, dtype, precision):
+    """Checks the static arguments of :func:`polar`."""
+    _check.choice("method", method, METHODS)
+    if method in _EXACT and (steps is not None or coefficients != "polar_express_5"):
+        raise ValueError(
+            f"coefficients and steps belong to the iterative methods, got "
+            f"coefficients={coefficients!r} and steps={steps!r} with method={method!r}."
+        )
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be real floating, got {jnp.dtype(dtype)}.")
+    _coefficients.resolve(coefficients, steps, low_precision=False)
+    if not isinstance(coefficients, str):  # hashable, so that the settings stay static
+        coefficients = tuple(map(tuple, jnp.atleast_2d(jnp.asarray(coefficients)).tolist()))
+    return Settings(method, coefficients, steps, dtype, precision)
+
+
+def check_matrix(name, x):
+    """Returns ``x`` as an array, or raises an error that names it."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be real floating, got {x.dtype}.")
+    if x.ndim < 2 or 0 in x.shape[-2:]:
+        raise ValueError(f"{name} must have shape [..., m, n] with m, n >= 1, got {x.shape}.")
+    return x
+
+
+def apply(settings, x, axis_names=()):
+    """Returns the polar factor of local whole matrices ``[..., m, n]``.
+
+    With ``axis_names`` the columns of ``x`` (its long side) are spread over these mesh axes, and
+    only the Gram form's small matrix is summed over them.
+    """
+    if x.shape[-2] > x.shape[-1]:
+        return apply(settings, x.mT, axis_names).mT
+    out_dtype, method = x.dtype, settings.method
+    if axis_names or (method == "auto" and x.shape[-1] >= _GRAM_ASPECT * x.shape[-2]):
+        method = "gram"
+    if method in _EXACT:
+        wide = x.astype(_numerics.wide(x.dtype))
+        return _exact(_divide_by_largest(wide)[0], method).astype(out_dtype)
+    dtype = settings.product_dtype(x.dtype)
+    rows, cushion = _coefficients.resolve(
+        settings.coefficients, settings.steps, jnp.finfo(dtype).bits < 32
+    )
+    x, zero = _divide_by_largest(x.astype(_numerics.wide(x.dtype)), axis_names)
+    if method == "gram":
+        x = x.astype(dtype)
+        return _gram(x, zero, rows, cushion, settings.precision, axis_names).astype(out_dtype)
+    square = jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)
+    x = (x / (cushion * jnp.sqrt(jnp.where(zero, 1, square)))).astype(dtype)
+    return _newton_schulz(x, rows, settings.precision).astype(out_dtype)
+
+
+def _divide_by_largest(x, axis_names=()):
+    """Divides each matrix by its largest entry, so that no square over- or underflows.
+
+    Everything behind it is scale-free: the derivative with respect to the divisor is zero.
+    Returns the quotient and which matrices are zero.
+    """
+    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=(-2, -1), keepdims=True)
+    if axis_names:
+        largest = jax.lax.pmax(largest, axis_names)
+    return x / jnp.where(largest == 0, 1, largest), largest == 0
+
+
+def _dot(a, b, precision=None):
+    """Product with a sum in float32 or wider."""
+    wide = _numerics.wide(a.dtype)
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=wide)
+
+
+def _newton_schulz(x, rows, precision):
+    """Iterates ``x <- (a I + b A + c A A) x`` with ``A = x x^T``, for rows <= columns."""
+    eye = _eye(x)
+    for a, b, c in rows:
+        gram = _dot(x, x.mT, precision)
+        narrow = gram.astype(x.dtype)
+        poly = a * eye + b * gram + c * _dot(narrow, narrow, precision)
+        x = _dot(poly.astype(x.dtype), x, precision).astype(x.dtype)
+    return x
+
+
+def _eye(x):
+    """Returns identities of the small size, one for each matrix, in float32 or wider."""
+    eye = jnp.eye(x.shape[-2], dtype=_numerics.wide(x.dtype))
+    return jnp.broadcast_to(eye, (*x.shape[:-1], x.shape[-2]))
+
+
+def _gram(x, zero, rows, cushion, precision, axis_names):
+    """Runs the same polynomials on the Gram matrix; all its powers commute.
+
+    The trace of the first Gram matrix is the squared Frobenius norm, by which ``x`` is divided
+    only where it is multiplied anyway. The restart before the third step multiplies the first two
+    polynomials into ``x``: without it rounding makes the Gram matrix of a badly conditioned ``x``
+    indefinite.
+    """
+    dot = functools.partial(_dot, precision=_HIGHEST)
+    eye, product = _eye(x), None
+    for i, (a, b, c) in enumerate(rows):
+        if i in (0, 2):
+            if product is not None:
+                x = _dot(product.astype(x.dtype), x, precision).astype(x.dtype)
+            gram, product = _dot(x, x.mT, precision), None
+            if axis_names:
+                gram = jax.lax.psum(gram, axis_names)
+        if i == 0:
+            square = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
+            norm = cushion * jnp.sqrt(jnp.where(zero, 1, square))
+            gram = gram / jnp.square(norm)
+        factor = b * gram + c * dot(gram, gram) + a * eye
+        if i == 0:
+            product = factor / norm
+        else:
+            product = factor if product is None else dot(factor, product)
+        if i != 1 and i + 1 < len(rows):  # not needed before the restart and at the end
+            gram = dot(dot(factor, gram), factor)
+    # Rounded like the plain form's last step. XLA's CPU backend also cannot run a transposed
+    # 16-bit product with a float32 result.
+    return _dot(product.astype(x.dtype), x, precision).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _exact(x, method):
+    """Returns the polar factor of ``[..., r, c]``, r <= c, entries of size one, by LAPACK."""
+    if method == "eigh":
+        values, vectors, keep = _gram_eigh(jnp.matmul(x, x.mT, precision=_HIGHEST))
+        inverse = jnp.where(keep, jax.lax.rsqrt(jnp.where(keep, values, 1)), 0)
+        root = jnp.matmul(vectors * inverse[..., None, :], vectors.mT, precision=_HIGHEST)
+        return jnp.matmul(root, x, precision=_HIGHEST)
+    return _qdwh(x)
+
+
+def _qdwh(x):
+    """Returns the polar factor by the dynamically weighted Halley iteration.
+
+    The weights follow from the lower bound of the singular values alone. Fixed at the rounding
+    level of the dtype it makes them constants, so that no loop depends on data (a ``while_loop``
+    would have no reverse derivative, nor a place inside ``shard_map``).
+    """
+    eye = _eye(x)
+    x = x / jnp.sqrt(jnp.maximum(1, jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)))
+    dot = functools.partial(jnp.matmul, precision=_HIGHEST)
+    for a, b, c in _halley_weights(float(jnp.finfo(x.dtype).eps)):
+        if c > 100:  # badly conditioned: by QR
+            q, _ = jnp.linalg.qr(jnp.concatenate([math.sqrt(c) * x.mT, eye], axis=-2))
+            cols = x.shape[-1]
+            inverse = dot(q[..., cols:, :], q[..., :cols, :].mT) / math.sqrt(c)
+        else:
+            root = jax.lax.linalg.cholesky(eye + c * dot(x, x.mT))
+            solve = functools.partial(jax.lax.linalg.triangular_solve, root, left_side=True)
+            inverse = solve(solve(x, lower=True), lower=True, transpose_a=True)
+        x = (b / c) * x + (a - b / c) * inverse
+    return x
+
+
+@functools.cache
+def _halley_weights(low):
+    """Returns ``(a, b, c)`` of each step that takes singular values in [low, 1] to 1."""
+    weights = []
+    tolerance = low
+    while 1 - low > tolerance:
+        square = low * low
+        d = (4 * (1 - square) / square**2) ** (1 / 3)
+        root = math.sqrt(1 + d)
+        a = root + math.sqrt(8 - 4 * d + 8 * (2 - square) / (square * root)) / 2
+        b = (a - 1) ** 2 / 4
+        c = a + b - 1
+        weights.append((a, b, c))
+        low = min(1.0, low * (a + b * square) / (1 + c * square))
+    return tuple(weights)
+
+
+@_exact.defjvp
+def _exact_jvp(method, primals, tangents):
+    r"""Derivative of :math:`X = H O`, in the eigenbasis of :math:`H` (derived here).
+
+    :math:`dO = -W O + H^{-1} (dX - dX O^T O)` where :math:`H W + W H = O\,dX^T - dX\,O^T`.
+    Directions that ``eigh`` drops do not move.
+    """
+    (x,), (dx,) = primals, tangents
+    factor = _exact(x, method)
+    dot = functools.partial(jnp.matmul, precision=_HIGHEST)
+    outer = dot(x, factor.mT)
+    values, vectors, keep = _gram_eigh((outer + outer.mT) / 2)
+    values = jnp.where(keep, values, jnp.inf)
+    mixed = dot(factor, dx.mT)
+    inner = dot(dot(vectors.mT, mixed - mixed.mT), vectors)
+    turn = dot(dot(vectors, inner / (values[..., :, None] + values[..., None, :])), vectors.mT)
+    across = dot(vectors.mT, dx - dot(mixed.mT, factor)) / values[..., :, None]
+    return factor, dot(vectors, across) - dot(turn, factor)
+
+
+def _gram_eigh(gram):
+    """Returns eigenvalues, eigenvectors and which values stand above rounding.
+
+    Rounding leaves a few eps of the largest value. A null direction above the floor does little
+    harm, since its part of the matrix is rounding too; a higher floor drops real directions.
+    """
+    values, vectors = jnp.linalg.eigh(gram)
+    return values, vectors, values > 4 * jnp.finfo(gram.dtype).eps * values[..., -1:]
