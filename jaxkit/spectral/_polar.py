@@ -157,13 +157,20 @@ def apply(settings, x, axis_names=()):
     rows, cushion = _coefficients.resolve(
         settings.coefficients, settings.steps, jnp.finfo(dtype).bits < 32
     )
-    x, zero = _divide_by_largest(x.astype(_numerics.wide(x.dtype)), axis_names)
+    x = _normalize(x, cushion, axis_names).astype(dtype)
     if method == "gram":
-        x = x.astype(dtype)
-        return _gram(x, zero, rows, cushion, settings.precision, axis_names).astype(out_dtype)
-    square = jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)
-    x = (x / (cushion * jnp.sqrt(jnp.where(zero, 1, square)))).astype(dtype)
+        return _gram(x, rows, settings.precision, axis_names).astype(out_dtype)
     return _newton_schulz(x, rows, settings.precision).astype(out_dtype)
+
+
+def _normalize(x, cushion, axis_names):
+    """Divides each matrix by ``cushion`` times its Frobenius norm, in float32 or wider."""
+    x, zero = _divide_by_largest(x.astype(_numerics.wide(x.dtype)), axis_names)
+    # Not the trace of the Gram matrix: XLA on a CPU sums it in another order inside a loop.
+    square = jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)
+    if axis_names:
+        square = jax.lax.psum(square, axis_names)
+    return x / (cushion * jnp.sqrt(jnp.where(zero, 1, square)))
 
 
 def _divide_by_largest(x, axis_names=()):
@@ -201,13 +208,11 @@ def _eye(x):
     return jnp.broadcast_to(eye, (*x.shape[:-1], x.shape[-2]))
 
 
-def _gram(x, zero, rows, cushion, precision, axis_names):
+def _gram(x, rows, precision, axis_names):
     """Runs the same polynomials on the Gram matrix; all its powers commute.
 
-    The trace of the first Gram matrix is the squared Frobenius norm, by which ``x`` is divided
-    only where it is multiplied anyway. The restart before the third step multiplies the first two
-    polynomials into ``x``: without it rounding makes the Gram matrix of a badly conditioned ``x``
-    indefinite.
+    The restart before the third step multiplies the first two polynomials into ``x``: without it
+    rounding makes the Gram matrix of a badly conditioned ``x`` indefinite.
     """
     dot = functools.partial(_dot, precision=_HIGHEST)
     eye, product = _eye(x), None
@@ -218,15 +223,8 @@ def _gram(x, zero, rows, cushion, precision, axis_names):
             gram, product = _dot(x, x.mT, precision), None
             if axis_names:
                 gram = jax.lax.psum(gram, axis_names)
-        if i == 0:
-            square = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
-            norm = cushion * jnp.sqrt(jnp.where(zero, 1, square))
-            gram = gram / jnp.square(norm)
         factor = b * gram + c * dot(gram, gram) + a * eye
-        if i == 0:
-            product = factor / norm
-        else:
-            product = factor if product is None else dot(factor, product)
+        product = factor if product is None else dot(factor, product)
         if i != 1 and i + 1 < len(rows):  # not needed before the restart and at the end
             gram = dot(dot(factor, gram), factor)
     # Rounded like the plain form's last step. XLA's CPU backend also cannot run a transposed

@@ -76,7 +76,7 @@ def create(params, tx, key, *, model_state=None):
     taken = set().union(*map(_buffers, jax.tree.leaves((params, key, model_state))))
 
     def own(x):
-        # On a CPU an array of JAX can share the memory of one of NumPy, which the caller may change.
+        # On a CPU an array can share the memory of a NumPy array, which the caller may change.
         x = jnp.array(x, jnp.result_type(x), copy=not isinstance(x, jax.Array))
         if mesh is not None and not _is_on(x, mesh):
             x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))

@@ -34,7 +34,8 @@ def make_step(estimator, tx, *, ema_decay=None):
       tx: optax transformation, or ``optax.MultiSteps``. Not one that calls the loss itself.
       ema_decay: decay ``d`` in [0, 1) of the weight average ``ema <- d ema + (1 - d) params``
         after each update, static, or None for no average. The average starts from the
-        parameters that the first step is given.
+        parameters that the first step is given; in a loop of your own that step compiles alone,
+        since its state has no average yet.
 
     Returns:
       Function ``(state, batch) -> (state, metrics)``. ``state`` is a
