@@ -7,7 +7,7 @@ import jax
 import optax
 
 from jaxkit import _numerics
-from jaxkit.spectral._labels import assign
+from jaxkit.spectral._placement import assign_whole, read_shardings
 from jaxkit.spectral._roles import HIDDEN_ROLES
 from jaxkit.spectral._scale_by_spectral import scale_by_spectral
 
@@ -56,7 +56,8 @@ def muon(
       precision: static; as in :func:`~jaxkit.spectral.polar`.
       mu_dtype: static; dtype of the momentum. ``None``: float32 or wider.
       other: transformation for all other leaves, with its own learning rate. ``None``: AdamW with
-        b1=0.9, b2=0.95, eps=1e-8, no weight decay, its state in float32 or wider.
+        Nesterov momentum as in ``optax.contrib.muon``, b1=0.9, b2=0.95, eps=1e-8, no weight
+        decay (``optax.nadam``), its state in float32 or wider.
       other_learning_rate: learning rate of that AdamW; ``None``: ``learning_rate``.
       rules: static; as in :func:`~jaxkit.spectral.label_params`.
       overrides: static; as in :func:`~jaxkit.spectral.label_params`.
@@ -93,7 +94,7 @@ def muon(
     if other is None:
         rate = learning_rate if other_learning_rate is None else other_learning_rate
         # eps_root gives the square root a derivative at a zero gradient.
-        other = _in_float32(optax.adamw(rate, b2=0.95, eps_root=1e-16, weight_decay=0.0))
+        other = _in_float32(optax.nadam(rate, b2=0.95, eps_root=1e-16))
     elif other_learning_rate is not None:
         raise ValueError(
             f"other_learning_rate belongs to the default AdamW, got {other_learning_rate} together "
@@ -116,12 +117,14 @@ def muon(
         sharding=sharding,
         distribute=distribute,
     )
+    no_decay = isinstance(weight_decay, int | float) and weight_decay == 0
+    shardings = read_shardings(sharding)
     rule()  # static arguments are checked here, not at the first init
 
     def parts(tree):
         # Roles and axes are found on the whole tree, where a leaf's neighbors tell what it is, and
         # handed to the part that sees only the matrices.
-        found = assign(tree, rules=rules, overrides=overrides, strict=strict)
+        found, _ = assign_whole(tree, shardings, rules=rules, overrides=overrides, strict=strict)
         is_hidden = [item.role in HIDDEN_ROLES for item in found]
         known = {
             glob.escape(item.path): (item.role, item.spec)
@@ -130,7 +133,8 @@ def muon(
         }
         hidden = optax.chain(
             rule(overrides=known),
-            optax.add_decayed_weights(weight_decay),
+            # Without decay, update needs no params; the state looks the same.
+            optax.identity() if no_decay else optax.add_decayed_weights(weight_decay),
             optax.scale_by_learning_rate(learning_rate),
         )
         groups = ["hidden" if hidden else "other" for hidden in is_hidden]

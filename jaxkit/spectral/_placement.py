@@ -5,8 +5,10 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxkit.spectral._labels import assign
 from jaxkit.spectral._roles import leaves_with_parts
 
 
@@ -42,19 +44,20 @@ def placement(x, given=None, name="x"):
     Explicit axes come from the type of ``x``, Auto and Manual ones from ``given``. A given axis
     that does not divide the size of ``x`` is left out: that costs bytes, not correctness.
     """
-    mesh, typed = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+    kind = jax.typeof(x)
+    mesh, typed = kind.sharding.mesh, kind.sharding.spec
     if mesh.empty:
         mesh = getattr(given, "mesh", None)
     if mesh is None or mesh.empty:
-        return Placement(None, ((),) * x.ndim, frozenset())
+        return Placement(None, ((),) * kind.ndim, frozenset())
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {name for name in kinds if kinds[name] == AxisType.Explicit}
     manual = frozenset(name for name in kinds if kinds[name] == AxisType.Manual)
     axes = []
     for size, own, wished in zip(
-        x.shape,
-        _names(typed, x, name),
-        _names(getattr(given, "spec", given), x, name),
+        kind.shape,
+        _names(typed, kind, name),
+        _names(getattr(given, "spec", given), kind, name),
         strict=True,
     ):
         wished = tuple(name for name in wished if name in kinds)
@@ -102,10 +105,15 @@ def read_shardings(sharding):
     return found
 
 
-def placements(xs, paths, shardings, distribute):
-    """Returns the placement of each leaf."""
+def assign_whole(tree, shardings, distribute=(), **labels):
+    """Returns roles and axes by the shapes of whole leaves, and the placement of each leaf.
+
+    Inside a surrounding ``shard_map`` the leaves of ``tree`` have local shapes.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    paths = ["/".join(parts) or "<root>" for parts, _ in leaves_with_parts(tree)]
     places = []
-    for x, path in zip(xs, paths, strict=True):
+    for x, path in zip(leaves, paths, strict=True):
         if shardings is not None and path not in shardings:
             raise ValueError(f"sharding must have an entry for {path}, got {', '.join(shardings)}.")
         place = placement(x, shardings[path] if shardings else None, path)
@@ -117,7 +125,11 @@ def placements(xs, paths, shardings, distribute):
                 f"sharding= where they are not Explicit, got axes {known}."
             )
         places.append(place)
-    return places
+    whole = [
+        jax.ShapeDtypeStruct(place.global_shape(jnp.shape(x)), jnp.result_type(x))
+        for x, place in zip(leaves, places, strict=True)
+    ]
+    return assign(treedef.unflatten(whole), **labels), places
 
 
 def _has_auto(mesh, names):

@@ -10,9 +10,8 @@ import optax
 
 from jaxkit import _check, _numerics, _tree
 from jaxkit.spectral import _exchange, _polar
-from jaxkit.spectral._labels import assign
 from jaxkit.spectral._matrix_spec import matrix_shape
-from jaxkit.spectral._placement import placements, read_shardings
+from jaxkit.spectral._placement import assign_whole, read_shardings
 
 RULES = ("polar",)
 SCALES = {
@@ -140,10 +139,10 @@ def scale_by_spectral(
     shardings = read_shardings(sharding)
 
     def plan(tree):
-        found = assign(tree, rules=rules, overrides=overrides)
-        for item, leaf in zip(found, jax.tree.leaves(tree), strict=True):
-            _check_leaf(item, leaf)
-        return found
+        found, places = assign_whole(tree, shardings, distribute, rules=rules, overrides=overrides)
+        for item in found:
+            _check_leaf(item)
+        return found, places
 
     def init(params):
         plan(params)
@@ -162,7 +161,7 @@ def scale_by_spectral(
 
     def update(updates, state, params=None):
         del params
-        found = plan(updates)
+        found, places = plan(updates)
         step = optax.safe_increment(state.step)
         mu = jax.tree.map(lambda m, g: _average(m, g, b1), state.mu, updates)
         grads, treedef = jax.tree.flatten(updates)
@@ -170,7 +169,6 @@ def scale_by_spectral(
             _look(m, g, b1, step, nesterov, bias_correction)
             for m, g in zip(treedef.flatten_up_to(mu), grads, strict=True)
         ]
-        places = placements(seen, [item.path for item in found], shardings, distribute)
         # What a 16-bit product would round anyway crosses the network in 16 bits. float16 would
         # lose its range before the input is normalized.
         sent = []
@@ -222,24 +220,24 @@ def _look(m, g, b1, step, nesterov, bias_correction):
     return b1 * m + (1 - b1) * g if nesterov else m
 
 
-def _check_leaf(item, leaf):
+def _check_leaf(item):
     """Raises an error that names the path of a leaf to which no rule can be applied."""
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise TypeError(f"{item.path} must be real floating, got {leaf.dtype}.")
-    if leaf.ndim < 2:
+    if not jnp.issubdtype(item.dtype, jnp.floating):
+        raise TypeError(f"{item.path} must be real floating, got {item.dtype}.")
+    if len(item.shape) < 2:
         raise ValueError(
-            f"{item.path} must be a matrix or a stack of matrices, got shape {leaf.shape}."
+            f"{item.path} must be a matrix or a stack of matrices, got shape {item.shape}."
         )
     if item.spec is None:
         raise ValueError(
-            f"{item.path} of shape {leaf.shape} has no known matrix layout (role {item.role!r}); "
+            f"{item.path} of shape {item.shape} has no known matrix layout (role {item.role!r}); "
             f"give one by overrides={{{item.path!r}: MatrixSpec(...)}}."
         )
 
 
 def _scaled(x, item, place, scale):
     """Multiplies by the scale of each matrix, which depends on the shape of the whole leaf."""
-    shapes = matrix_shape(item.spec, place.global_shape(x.shape))
+    shapes = matrix_shape(item.spec, item.shape)
     factors = [SCALES[scale](units, features) for _, units, features in shapes]
     if len(set(factors)) == 1:
         return x * factors[0]

@@ -61,7 +61,7 @@ def test_hidden_matrices_are_orthogonalized_and_the_rest_goes_to_adamw():
     params = _block()
     grads = _normal_like(params)
     tx = spectral.muon(0.5, scale="none", method="qdwh", other_learning_rate=0.01)
-    adam = optax.adamw(0.01, b2=0.95, weight_decay=0.0)
+    adam = optax.nadam(0.01, b2=0.95)
     updates = _by_path(tx.update(grads, tx.init(params), params)[0])
     wants = _by_path(adam.update(grads, adam.init(params), params)[0])
     rules = {row.path: (row.rule, row.spec) for row in spectral.describe(params)}

@@ -1,0 +1,423 @@
+"""Sharded matrices: the numbers of one device, the layout of each leaf, and what crosses."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from problems import assert_close
+
+from benchmarks.collectives import collective_bytes
+from jaxkit import spectral
+from jaxkit.spectral import MatrixSpec
+
+KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+both_kinds = pytest.mark.parametrize("kind", KINDS)
+is_spec = lambda x: isinstance(x, P)  # noqa: E731
+
+
+def _mesh(kind, sizes=(4, 2), names=("data", "model")):
+    return jax.make_mesh(sizes, names, axis_types=(KINDS[kind],) * len(names))
+
+
+def _params(shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return {f"w{i}": {"kernel": np.float32(rng.normal(size=s))} for i, s in enumerate(shapes)}
+
+
+def _tree(specs):
+    return {f"w{i}": {"kernel": spec} for i, spec in enumerate(specs)}
+
+
+def _place(mesh, params, specs):
+    named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.device_put(params, named), named
+
+
+def _same_layout(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (x.sharding, y.sharding)
+
+
+# One batched program and another round differently; the rest of 1e-5 is room for that.
+def _check(kind, shapes, specs, *, collectives, distribute=(), **options):
+    """Compares with one device, checks layouts, and returns the kinds of collectives."""
+    mesh, params = _mesh(kind), _params(shapes)
+    placed, named = _place(mesh, params, _tree(specs))
+    single = spectral.scale_by_spectral(**options)
+    tx = spectral.scale_by_spectral(
+        sharding=None if kind == "explicit" else named, distribute=distribute, **options
+    )
+    want, _ = jax.jit(single.update)(params, single.init(params))
+    state = jax.jit(tx.init)(placed)
+    compiled = jax.jit(tx.update).lower(placed, state).compile()
+    got, new = compiled(placed, state)
+    assert_close(got, want, 1e-5)
+    for tree in (got, state.mu, new.mu):
+        _same_layout(tree, placed)
+    assert collective_bytes(compiled).keys() == set(collectives)
+    return compiled
+
+
+SQUARE, STACK = [(64, 32)] * 3, [(4, 64, 32)] * 2
+BATCH_FIRST = {"overrides": {"*": MatrixSpec(unit=2, feature=1, batch=0)}}
+LAYOUTS = {
+    "rows": (SQUARE, [P("data", None)] * 3, {}, {"all-to-all"}),
+    "columns": (SQUARE, [P(None, "data")] * 3, {}, {"all-to-all"}),
+    "mixed": (SQUARE, [P("data", None), P(None, "data"), P("data")], {}, {"all-to-all"}),
+    "two_axes": (SQUARE, [P("data", "model")] * 3, {}, {"all-to-all"}),
+    "tuple_axes_reversed": (
+        SQUARE,
+        [P(("model", "data"), None), P(None, ("data", "model")), P("model", "data")],
+        {},
+        {"all-to-all"},
+    ),
+    "transposed_leaves": (
+        [(64, 32), (32, 64)],
+        [P("data", "model"), P("model", "data")],
+        {},
+        {"all-to-all"},
+    ),
+    "model_axis_only": (SQUARE, [P(None, "model")] * 3, {}, {"all-to-all"}),
+    "model_axis_distributed": (
+        SQUARE,
+        [P(None, "model")] * 3,
+        {"distribute": ("data",)},
+        {"all-to-all", "all-gather"},
+    ),
+    "replicated_distributed": (
+        SQUARE,
+        [P()] * 3,
+        {"distribute": ("data", "model")},
+        {"all-gather"},
+    ),
+    "stack_axis": (STACK, [P("data")] * 2, BATCH_FIRST, set()),
+    "inside_a_stack": (
+        STACK,
+        [P(None, "data", None), P("model", "data", None)],
+        BATCH_FIRST,
+        {"all-to-all"},
+    ),
+    "six_on_eight": ([(64, 32)] * 6, [P(("data", "model"))] * 6, {}, {"all-to-all"}),
+    "some_replicated": (SQUARE, [P("data"), P(), P("data")], {}, {"all-to-all"}),
+    "few_long_matrices_stay": (
+        [(8, 4096), (4096, 8)],
+        [P(None, ("data", "model")), P(("model", "data"), None)],
+        {"alpha": 1.0},
+        {"all-reduce"},
+    ),
+    "exact_methods_exchange": (
+        [(8, 256)],
+        [P(None, ("data", "model"))],
+        {"method": "qdwh"},
+        {"all-to-all"},
+    ),
+    "fused": (
+        [(64, 96)] * 2,
+        [P("data", "model"), P("data")],
+        {
+            "overrides": {"*": MatrixSpec(unit=1, feature=0, split=((32, 64), 1))},
+            "scale": "muon",
+        },
+        {"all-to-all"},
+    ),
+    "heads": (
+        [(64, 4, 8)],
+        [P("data", "model", None)],
+        {"overrides": {"*": MatrixSpec(unit=2, feature=0, batch=1)}, "alpha": 1.0},
+        {"all-reduce"},  # heads are long
+    ),
+}
+
+
+@both_kinds
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_one_device(layout, kind):
+    """Updates to 1e-5 of one device, each leaf's layout kept, only the expected collectives."""
+    shapes, specs, options, collectives = LAYOUTS[layout]
+    _check(kind, shapes, specs, collectives=collectives, **options)
+
+
+def _compiled(kind, shapes, spec):
+    """Returns the compiled update for abstract parameters, all with one layout over 8 devices."""
+    mesh = _mesh(kind, (8,), ("x",))
+    sharding = NamedSharding(mesh, spec)
+    params = {
+        f"w{i}": {"kernel": jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding)}
+        for i, s in enumerate(shapes)
+    }
+    named = jax.tree.map(lambda x: x.sharding, params)
+    tx = spectral.scale_by_spectral(sharding=None if kind == "explicit" else named)
+    state = jax.eval_shape(tx.init, params)
+    state = state._replace(mu=params)
+    return jax.jit(tx.update).lower(params, state).compile()
+
+
+@both_kinds
+def test_eight_matrices_cross_once_each_way(kind):
+    """Eight 256 x 1024 matrices with sharded rows: two all-to-all of 1.05 MB, nothing else."""
+    compiled = _compiled(kind, [(256, 1024)] * 8, P("x"))
+    assert collective_bytes(compiled) == {"all-to-all": 2 * 256 * 1024 * 4}
+
+
+@both_kinds
+def test_the_work_is_shared_without_repeats(kind):
+    """The operations per device are an eighth of one device's, to 2 percent."""
+    shapes = [(64, 256)] * 8
+    params = _params(shapes)
+    tx = spectral.scale_by_spectral()
+    # Pieces for a CPU's cache are a loop, whose body XLA counts once: these matrices need none.
+    one = jax.jit(tx.update).lower(params, tx.init(params)).compile().cost_analysis()["flops"]
+    eight = _compiled(kind, shapes, P("x")).cost_analysis()["flops"]
+    assert eight == pytest.approx(one / 8, rel=0.02)
+
+
+def test_all_sixteen_buckets_of_a_transformer_cross_in_four_exchanges():
+    """48 matrices of two shapes: four all-to-all, 6.3 MB a device, no all-gather."""
+    shapes = ([(256, 256)] * 4 + [(256, 1024), (1024, 256)]) * 8
+    compiled = _compiled("explicit", shapes, P("x"))
+    assert collective_bytes(compiled) == {"all-to-all": 2 * sum(a * b * 4 for a, b in shapes) // 8}
+    assert compiled.as_text().count(" all-to-all(") == 4
+
+
+def test_bfloat16_crosses_in_sixteen_bits():
+    """The wire dtype is that of the products (in StableHLO: a CPU widens it later)."""
+    mesh = _mesh("explicit")
+    params = {"kernel": jnp.ones((64, 32), jnp.bfloat16)}
+    placed, _ = _place(mesh, params, {"kernel": P("data")})
+    tx = spectral.scale_by_spectral()
+    text = jax.jit(tx.update).lower(placed, tx.init(placed)).as_text()
+    sent = [line for line in text.splitlines() if "all_to_all" in line]
+    assert len(sent) == 2 and all("bf16" in line and "f32" not in line for line in sent)
+
+
+@both_kinds
+def test_optax_muon_moves_twenty_times_as_much_where_it_runs(kind):
+    """On the same eight matrices optax gathers 94 MB in an Auto mesh; in an Explicit it raises."""
+    mesh = _mesh(kind, (8,), ("x",))
+    leaf = jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+    params = {f"w{i}": leaf for i in range(8)}
+    tx = optax.contrib.muon(0.02)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = jax.eval_shape(tx.init, params)
+        sharded = jax.tree.map(lambda x: leaf if x.shape == leaf.shape else x, state)
+        if kind == "explicit":
+            with pytest.raises(Exception, match="[Ss]hard") as error:
+                jax.jit(tx.update).lower(params, sharded, params)
+            assert type(error.value).__name__ == "ShardingTypeError"  # JAX does not export it
+            return
+        moved = collective_bytes(jax.jit(tx.update).lower(params, sharded, params).compile())
+    assert sum(moved.values()) >= 20 * 2 * 256 * 1024 * 4
+
+
+@both_kinds
+def test_inside_a_users_shard_map(kind):
+    """With specs the update over local shards is that of the whole, all axes manual or some."""
+    shapes = [(64, 32), (32, 64), (64, 32)]
+    params = _params(shapes)
+    specs = _tree([P("data", "model"), P("model", "data"), P(("data", "model"), None)])
+    options = {"scale": "muon", "alpha": 1.0}
+    single = spectral.scale_by_spectral(**options)
+    want, _ = jax.jit(single.update)(params, single.init(params))
+    mesh = _mesh(kind)
+    placed, _ = _place(mesh, params, specs)
+    tx = spectral.scale_by_spectral(sharding=specs, **options)
+
+    def update(params):
+        return tx.update(params, tx.init(params))[0]
+
+    whole = jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    assert_close(jax.jit(whole)(placed), want, 1e-5)
+
+    def only_data(spec):
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        return P(*("data" if "data" in entry else None for entry in entries))
+
+    outer = jax.tree.map(only_data, specs, is_leaf=is_spec)
+    some = jax.shard_map(update, mesh=mesh, in_specs=(outer,), out_specs=outer, axis_names={"data"})
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(some)(placed), want, 1e-5)
+
+
+def test_fused_leaf_inside_a_users_shard_map_scales_its_own_part():
+    """Where the cut axis is split by hand, every device finds its part of the scales."""
+    params = _params([(8, 32)])
+    options = {
+        "scale": "muon",
+        "overrides": {"*": MatrixSpec(unit=1, feature=0, split=((12, 20), 1))},
+    }
+    single = spectral.scale_by_spectral(**options)
+    want, _ = single.update(params, single.init(params))
+    mesh, specs = _mesh("auto"), _tree([P(None, "data")])
+    placed, _ = _place(mesh, params, specs)
+    for tx in (
+        spectral.scale_by_spectral(sharding=specs, **options),
+        spectral.muon(-1.0, nesterov=False, sharding=specs, **options),
+    ):
+        update = jax.shard_map(
+            lambda params, tx=tx: tx.update(params, tx.init(params))[0],
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=specs,
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            assert_close(jax.jit(update)(placed), want, 1e-5)
+
+
+def test_seeds_sharded_under_vmap():
+    """vmap over seeds on a mesh axis of their own is a loop over them (Auto axes)."""
+    mesh = _mesh("auto", (2, 2, 2), ("seed", "data", "model"))
+    params = _params([(64, 32), (32, 64)])
+    specs = _tree([P("data", "model"), P("model", None)])
+    _, named = _place(mesh, params, specs)
+    seeds = jax.tree.map(lambda x: np.stack([x, 2 * x + 1]), params)
+    stacked = jax.tree.map(lambda s: P("seed", *s), specs, is_leaf=is_spec)
+    placed, _ = _place(mesh, seeds, stacked)
+    tx = spectral.scale_by_spectral(sharding=named)
+
+    def update(params):
+        return tx.update(params, tx.init(params))[0]
+
+    got = jax.jit(jax.vmap(update, spmd_axis_name="seed"))(placed)
+    _same_layout(got, placed)
+    single = spectral.scale_by_spectral()
+    for i in range(2):
+        one = jax.tree.map(lambda x, i=i: x[i], seeds)
+        want, _ = single.update(one, single.init(one))
+        assert_close(jax.tree.map(lambda x, i=i: x[i], got), want, 1e-5)
+
+
+@both_kinds
+def test_whole_muon_keeps_every_leafs_layout(kind):
+    """Through the partition too: matrices, embedding and bias come back where they were."""
+    mesh = _mesh(kind)
+    rng = np.random.default_rng(0)
+    params = {
+        "embed": {"embedding": np.float32(rng.normal(size=(16, 8)))},
+        "up": {
+            "kernel": np.float32(rng.normal(size=(8, 32))),
+            "bias": np.float32(rng.normal(size=32)),
+        },
+    }
+    specs = {
+        "embed": {"embedding": P("data")},
+        "up": {"kernel": P("data", "model"), "bias": P("model")},
+    }
+    placed, named = _place(mesh, params, specs)
+    single = spectral.muon(0.1)
+    tx = spectral.muon(0.1, sharding=None if kind == "explicit" else placed)
+    with jax.numpy_dtype_promotion("standard"):
+        want, _ = jax.jit(single.update)(params, single.init(params), params)
+        got, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed), placed)
+    assert_close(got, want, 1e-5)
+    _same_layout(got, placed)
+
+
+@both_kinds
+def test_polar_of_a_sharded_matrix(kind):
+    """The function itself keeps an Explicit sharding, and gives the numbers of one device."""
+    x = _params([(64, 32)])["w0"]["kernel"]
+    placed = jax.device_put(x, NamedSharding(_mesh(kind), P("data", "model")))
+    for method in ("newton_schulz", "gram", "qdwh", "eigh"):
+        got = jax.jit(lambda x, method=method: spectral.polar(x, method))(placed)
+        assert_close(got, spectral.polar(x, method), 1e-4 if method == "eigh" else 1e-5)
+        if kind == "explicit":
+            _same_layout(got, placed)
+
+
+def test_wrong_specs_cost_bytes_not_correctness():
+    """A spec that names the wrong axes, or one that does not divide, still gives the update."""
+    params = _params([(64, 32)])
+    mesh = _mesh("auto")
+    placed, _ = _place(mesh, params, _tree([P("data")]))
+    single = spectral.scale_by_spectral()
+    want, _ = single.update(params, single.init(params))
+    for wrong in (P(None, "model"), P(("data", "model"), None), P("nowhere")):
+        tx = spectral.scale_by_spectral(sharding=_tree([wrong]))
+        got, _ = jax.jit(tx.update)(placed, tx.init(placed))
+        assert_close(got, want, 1e-5)
+
+
+def test_bad_sharding_is_named():
+    """A missing entry, too many entries, and distribute without what it needs raise."""
+    params = _params([(64, 32)])
+    placed, named = _place(_mesh("auto"), params, _tree([P("data")]))
+    for options, leaf, match in (
+        ({"sharding": {"other": P()}}, placed, "entry for w0/kernel, got other"),
+        ({"sharding": _tree([P(None, None, "data")])}, placed, "at most 2 entries for w0/kernel"),
+        ({"distribute": ("model",)}, placed, r"sharding= where they are not Explicit"),
+        ({"distribute": ("model",)}, params, r"needs a mesh with these axes at w0/kernel"),
+        ({"distribute": "pipe", "sharding": named}, placed, r"distribute=\('pipe',\) needs a mesh"),
+    ):
+        tx = spectral.scale_by_spectral(**options)
+        with pytest.raises(ValueError, match=match):
+            jax.jit(tx.update)(leaf, tx.init(leaf))
+
+
+PROCESS = """
+import sys
+import jax
+jax.distributed.initialize("127.0.0.1:" + sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+import jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxkit import spectral
+assert jax.device_count() == 4 and jax.local_device_count() == 2
+mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.%s,) * 2)
+rng = np.random.default_rng(0)
+shapes = {"a": (64, 32), "b": (32, 64)}
+params = {k: {"kernel": np.float32(rng.normal(size=s))} for k, s in shapes.items()}
+specs = {"a": {"kernel": P("data", "model")}, "b": {"kernel": P(("model", "data"), None)}}
+named = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, P))
+placed = jax.tree.map(
+    lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]), params, named)
+tx = spectral.scale_by_spectral(sharding=named)
+got = jax.jit(lambda p: tx.update(p, tx.init(p))[0])(placed)
+whole = multihost_utils.process_allgather(got, tiled=True)
+single = spectral.scale_by_spectral()
+want, _ = single.update(params, single.init(params))
+for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(want)):
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(placed)):
+    assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+print("same")
+"""
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_two_processes_are_one_device(kind):
+    """Two processes of two devices each, joined on the loopback, give the same numbers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    root = pathlib.Path(__file__).resolve().parents[2]
+    env = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(root),
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS % kind, port, str(i)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        for process in running:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0 and out.strip().endswith("same"), err[-2000:]
+    finally:
+        for process in running:
+            process.kill()
