@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkit import _check, _tree
+from jaxkit import _check, _numerics, _tree
 
 PyTree = Any
 
@@ -140,16 +140,9 @@ def split_model_state(aux, model_state):
     return _tree.strong(new), {name: x for name, x in aux.items() if name != "model_state"}
 
 
-def wide(x):
-    """Returns the dtype in which values like ``x`` are summed: float32 or wider."""
-    # Not jnp.promote_types: under strict promotion it refuses to widen.
-    dtype = jnp.result_type(x)
-    return dtype if jnp.finfo(dtype).bits > 32 else jnp.dtype(jnp.float32)
-
-
 def wide_zeros(types):
     """Returns zeros to sum trees of ``types`` (of ``jax.eval_shape``) in."""
-    return jax.tree.map(lambda t: zeros_of(t, wide(t)), types)
+    return jax.tree.map(lambda t: zeros_of(t, _numerics.wide(t.dtype)), types)
 
 
 def zeros_of(struct, dtype=None):

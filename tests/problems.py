@@ -1,6 +1,11 @@
-"""What several test files share: real digits in batches, and equality bit for bit."""
+"""What several test files share: real digits in batches, equality, and two processes."""
 
 import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -41,3 +46,41 @@ def assert_close(got, want, rtol):
     """Checks each leaf to ``rtol`` of its largest entry."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
+
+
+JOIN = """
+import sys
+import jax
+jax.distributed.initialize("127.0.0.1:" + sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+assert jax.device_count() == 4 and jax.local_device_count() == 2
+"""
+
+
+def run_two_processes(script):
+    """Runs a script in two processes of two CPU devices each, joined on the loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    root = pathlib.Path(__file__).resolve().parents[1]
+    env = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(root),
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN + script, port, str(i)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        for process in running:
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, out[-3000:]
+    finally:
+        for process in running:
+            process.kill()

@@ -7,7 +7,6 @@ import time
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 
 @contextlib.contextmanager
@@ -38,6 +37,8 @@ def agreed(caught, due):
     stop = max(caught, default=0)
     if jax.process_count() == 1:
         return stop
+    from jax.experimental import multihost_utils
+
     return int(multihost_utils.process_allgather(np.int32(stop)).max()) if due else 0
 
 

@@ -42,10 +42,11 @@ def loop(
     complete checkpoint and ends with the same bits as a run that was not.
 
     A checkpoint further than ``state`` is resumed from; a ``state`` at least as far is used as
-    it is. ``num_steps`` below the further of the two is an error, equal to it returns at once.
-    Ctrl-C finishes the running step, saves, says so on stderr and returns early (a second one
-    interrupts as usual); SIGTERM finishes, saves and raises ``SystemExit(143)``. Both are seen
-    from the main thread only, and with several processes at the next step that logs.
+    it is; one that cannot be read is moved aside for the next older one. ``num_steps`` below the
+    further of the two is an error, equal to it returns at once. Ctrl-C finishes the running step,
+    saves, says so on stderr and returns early (a second one interrupts as usual); SIGTERM
+    finishes, saves and raises ``SystemExit(143)``. Both are seen from the main thread only, and
+    with several processes at the next step that logs.
 
     Args:
       step: pure function ``(state, batch) -> (state, metrics)`` with ``metrics["loss"]``, such

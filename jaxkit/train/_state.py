@@ -79,7 +79,7 @@ def create(params, tx, key, *, model_state=None):
         # On a CPU an array can share the memory of a NumPy array, which the caller may change.
         x = jnp.array(x, jnp.result_type(x), copy=not isinstance(x, jax.Array))
         if mesh is not None and not _is_on(x, mesh):
-            x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+            x = _replicate(x, mesh)
         # A traced array is copied too: under vmap it stands for one of the caller's.
         if _sharding(x) is None or _buffers(x) & taken:
             x = jnp.array(x, copy=True)
@@ -106,6 +106,16 @@ def keep_placements(state, shardings):
         x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
         for x, sharding in zip(leaves, shardings, strict=True)
     )
+
+
+def _replicate(x, mesh):
+    """Returns ``x`` on all devices of ``mesh``, which may be those of several processes."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.device_put(x, everywhere)
+    # device_put takes no typed key to the devices of other processes.
+    data = jax.device_put(jax.random.key_data(x), everywhere)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
 def _check_key(key):

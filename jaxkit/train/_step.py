@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxkit import _check, _estimator, _tree
+from jaxkit import _check, _estimator, _numerics, _tree
 
 # A step lives as long as somebody holds it, among them JAX's caches of compiled functions. So
 # the same parts give the same step as long as anything is compiled for it, and then go.
@@ -94,7 +94,9 @@ def _make_step(estimator, tx, ema_decay):
             return state
         if state.ema_params is not None:
             return state
-        copies = jax.tree.map(lambda x: jnp.array(x, _estimator.wide(x), copy=True), state.params)
+        copies = jax.tree.map(
+            lambda x: jnp.array(x, _numerics.wide(x.dtype), copy=True), state.params
+        )
         return state._replace(ema_params=copies)
 
     def step(state, batch):

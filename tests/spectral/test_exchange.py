@@ -1,11 +1,5 @@
 """Sharded matrices: the numbers of one device, the layout of each leaf, and what crosses."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import assert_close
+from problems import assert_close, run_two_processes
 
 from benchmarks.collectives import collective_bytes
 from jaxkit import spectral
@@ -363,14 +357,10 @@ def test_bad_sharding_is_named():
 
 
 PROCESS = """
-import sys
-import jax
-jax.distributed.initialize("127.0.0.1:" + sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 import jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxkit import spectral
-assert jax.device_count() == 4 and jax.local_device_count() == 2
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.%s,) * 2)
 rng = np.random.default_rng(0)
 shapes = {"a": (64, 32), "b": (32, 64)}
@@ -388,36 +378,10 @@ for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(want)):
     np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
 for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(placed)):
     assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-print("same")
 """
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_two_processes_are_one_device(kind):
-    """Two processes of two devices each, joined on the loopback, give the same numbers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    root = pathlib.Path(__file__).resolve().parents[2]
-    env = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": str(root),
-    }
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS % kind, port, str(i)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        for process in running:
-            out, err = process.communicate(timeout=120)
-            assert process.returncode == 0 and out.strip().endswith("same"), err[-2000:]
-    finally:
-        for process in running:
-            process.kill()
+    """Two processes of two devices each give the same numbers and keep the layout."""
+    run_two_processes(PROCESS % kind)

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import assert_close, assert_equal
+from problems import assert_close, assert_equal, run_two_processes
 
 from jaxkit import train
 
@@ -257,3 +257,36 @@ def test_bad_batches_are_refused_before_the_state_is_consumed(batches, num_steps
     with pytest.raises(error, match=match):
         train.fit(step, state, batches, num_steps)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+PROCESS = """
+import jax.numpy as jnp, numpy as np, optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxkit import train
+mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.%s,) * 2)
+rng = np.random.default_rng(0)
+w, b = np.float32(rng.normal(size=(64, 32))), np.float32(rng.normal(size=(5, 8, 64)))
+
+def put(x, *spec):
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+def loss_fn(w, batch, key):
+    return jnp.mean((batch @ w) ** 2)
+
+tx = optax.sgd(0.1, momentum=0.9)
+step = train.make_step(train.backprop(loss_fn), tx)
+state = train.create(put(w, None, "model"), tx, jax.random.key(0))
+state, metrics = train.fit(step, state, put(b, None, "data"))
+single, want = train.fit(step, train.create(w, tx, jax.random.key(0)), b)
+got = metrics["loss"].addressable_data(0)
+np.testing.assert_allclose(got, want["loss"], rtol=1e-5)
+for shard in state.params.addressable_shards:
+    np.testing.assert_allclose(shard.data, single.params[shard.index], rtol=1e-5, atol=1e-6)
+"""
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_two_processes_train_like_one(kind):
+    """A state on a mesh over two processes is created and trained; numbers are those of one."""
+    run_two_processes(PROCESS % kind)
