@@ -212,9 +212,13 @@ def _map_sharded(fun, xs, specs, places, mesh, open_map, distribute, in_place):
             axes = tuple(name for name in mesh.axis_names if name in split)
             # Leaves that vary over other axes must not mix: a replicated one would come back
             # marked as varying.
-            buckets[layout.shape, layout.spec, x.dtype, place.used(), axes].append((i, layout))
+            # In a shard_map within a shard_map jax below 0.10.2 cannot ask for the device's index:
+            # there no slot may mix layouts.
+            apart = layout if open_map and place.manual else None
+            key = layout.shape, layout.spec, x.dtype, place.used(), axes, apart
+            buckets[key].append((i, layout))
         out = [None] * len(xs)
-        for (_, _, _, used, axes), members in buckets.items():
+        for (_, _, _, used, axes, _), members in buckets.items():
             members.sort(key=lambda member: member[1])
             layouts = [layout for _, layout in members]
             leaves = [xs[i] for i, _ in members]

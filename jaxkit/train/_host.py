@@ -45,15 +45,16 @@ def agreed(caught, due):
 @contextlib.contextmanager
 def progress_bar(done, num_steps, progress):
     """Yields ``show(done, loss or None)``; draws only in a terminal."""
-    if not progress or jax.process_index() != 0:
-        yield lambda done, loss: None
-        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     console = Console(stderr=True)
+    # A disabled bar of rich below 14.3 still prints a line, so there is none.
+    if not progress or jax.process_index() != 0 or not console.is_terminal:
+        yield lambda done, loss: None
+        return
     columns = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), "{task.description}"
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=num_steps, completed=done)
         mark = [done, time.perf_counter()]
 

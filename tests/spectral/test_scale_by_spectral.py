@@ -97,7 +97,8 @@ def test_alpha_may_be_traced_and_vmapped():
 
     got = jax.vmap(last)(jnp.array([0.0, 0.5, 1.0]))
     for i, alpha in enumerate((0.0, 0.5, 1.0)):
-        assert_close(jax.tree.map(lambda x, i=i: x[i], got), last(alpha), 1e-5)
+        # Two programs, as in the contract: rounding grows in a square matrix's small directions.
+        assert_close(jax.tree.map(lambda x, i=i: x[i], got), last(alpha), 1e-4)
 
 
 def test_size_is_bounded_below_by_eps():
