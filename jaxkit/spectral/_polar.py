@@ -236,7 +236,9 @@ def _gram(x, rows, precision, axis_names):
 def _exact(x, method):
     """Returns the polar factor of ``[..., r, c]``, r <= c, entries of size one, by LAPACK."""
     if method == "eigh":
-        values, vectors, keep = _gram_eigh(jnp.matmul(x, x.mT, precision=_HIGHEST))
+        # A null direction that rounding lifts over this floor adds about sqrt(eps), since its
+        # part of x is rounding too. A higher floor would drop real directions, an error of one.
+        values, vectors, keep = _eigh(jnp.matmul(x, x.mT, precision=_HIGHEST), 0.25)
         inverse = jnp.where(keep, jax.lax.rsqrt(jnp.where(keep, values, 1)), 0)
         root = jnp.matmul(vectors * inverse[..., None, :], vectors.mT, precision=_HIGHEST)
         return jnp.matmul(root, x, precision=_HIGHEST)
@@ -294,7 +296,7 @@ def _exact_jvp(method, primals, tangents):
     factor = _exact(x, method)
     dot = functools.partial(jnp.matmul, precision=_HIGHEST)
     outer = dot(x, factor.mT)
-    values, vectors, keep = _gram_eigh((outer + outer.mT) / 2)
+    values, vectors, keep = _eigh((outer + outer.mT) / 2, 4)
     values = jnp.where(keep, values, jnp.inf)
     mixed = dot(factor, dx.mT)
     inner = dot(dot(vectors.mT, mixed - mixed.mT), vectors)
@@ -303,11 +305,7 @@ def _exact_jvp(method, primals, tangents):
     return factor, dot(vectors, across) - dot(turn, factor)
 
 
-def _gram_eigh(gram):
-    """Returns eigenvalues, eigenvectors and which values stand above rounding.
-
-    Rounding leaves a few eps of the largest value. A null direction above the floor does little
-    harm, since its part of the matrix is rounding too; a higher floor drops real directions.
-    """
-    values, vectors = jnp.linalg.eigh(gram)
-    return values, vectors, values > 4 * jnp.finfo(gram.dtype).eps * values[..., -1:]
+def _eigh(matrix, floor):
+    """Returns eigenvalues, eigenvectors, and which values exceed ``floor`` eps of the largest."""
+    values, vectors = jnp.linalg.eigh(matrix)
+    return values, vectors, values > floor * jnp.finfo(matrix.dtype).eps * values[..., -1:]
