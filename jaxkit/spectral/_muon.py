@@ -4,9 +4,10 @@ import functools
 import glob
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from jaxkit import _numerics
+from jaxkit import _numerics, _tree
 from jaxkit.spectral._placement import assign_whole, read_shardings
 from jaxkit.spectral._roles import HIDDEN_ROLES
 from jaxkit.spectral._scale_by_spectral import scale_by_spectral
@@ -72,7 +73,7 @@ def muon(
     Raises:
       ValueError: as in :func:`~jaxkit.spectral.scale_by_spectral`; ``other_learning_rate``
         together with ``other``.
-      TypeError: a hidden matrix that is not real floating.
+      TypeError: a hidden matrix, or a leaf for the default AdamW, that is not real floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -155,6 +156,11 @@ def _in_float32(inner):
     inner = optax.with_extra_args_support(inner)
 
     def wide(tree):
+        for path, leaf in _tree.leaves_with_paths(tree):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise TypeError(
+                    f"{path} must be real floating for the default AdamW, got {leaf.dtype}."
+                )
         return jax.tree.map(lambda x: x.astype(_numerics.wide(x.dtype)), tree)
 
     def init(params):

@@ -12,7 +12,7 @@ def fit(step, state, batches, num_steps=None):
     """Trains for many steps in one compiled scan, and returns the state and all metrics.
 
     It consumes ``state``: the buffers are donated, so the state given cannot be used again (JAX
-    says so: "Array has been deleted"). Go on with the one returned. 12 steps and then 8 give the
+    says that its buffer was donated). Go on with the one returned. 12 steps and then 8 give the
     same bits as 20. A second call with the same step and the same shapes compiles nothing, also
     if the parameters are sharded: each leaf comes back where it was.
 

@@ -232,5 +232,7 @@ def test_bad_options_are_named():
         spectral.muon(1.0, scale="big")
     with pytest.raises(ValueError, match="'uq/kernel'"):
         spectral.muon(1.0, overrides={"uq/kernel": "other"}).init(_block())
+    with pytest.raises(TypeError, match="rows/ids must be real floating.*got int32"):
+        spectral.muon(1.0).init({"rows": {"ids": jnp.ones(3, jnp.int32)}})
     with pytest.raises(ValueError, match="'x'"):
         spectral.muon(1.0, strict=True).init({"x": jnp.ones((2, 3, 4, 5, 6))})
