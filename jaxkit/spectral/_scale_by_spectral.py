@@ -93,7 +93,8 @@ def scale_by_spectral(
         ``PartitionSpec``, or the sharded params themselves (only their shardings are kept).
         Needed on Auto and Manual mesh axes; Explicit axes are read from the types and win.
         Inside your own ``shard_map`` over sharded params it is required: without it shards are
-        taken for whole matrices, which cannot be noticed here.
+        taken for whole matrices, which cannot be noticed here. Under ``vmap`` over seeds on a
+        mesh axis of their own, use Auto axes and ``spmd_axis_name``; JAX refuses Explicit ones.
       distribute: static; mesh axes over which leaves are replicated and whose devices shall share
         the matrices. Trades bytes for operations.
 

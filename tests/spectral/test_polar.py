@@ -244,6 +244,18 @@ def test_products_keep_the_requested_dtype_on_the_wire():
     assert "bf16" not in jax.jit(spectral.polar).lower(x).as_text()
 
 
+def test_small_products_of_the_gram_form_are_at_the_highest_precision():
+    """An accelerator's default rounds float32 factors, and the Gram form diverges in 16 bits."""
+    x = jnp.asarray(_matrix(6, 16), jnp.float32)
+    for precision in (None, jax.lax.Precision.HIGHEST):
+        fun = jax.jit(lambda x, precision=precision: spectral.polar(x, "gram", precision=precision))
+        dots = [line for line in fun.lower(x).as_text().splitlines() if "dot_general" in line]
+        small = [line for line in dots if "6x16" not in line]
+        assert len(small) == 14 and len(dots) == 18
+        assert all("HIGHEST" in line for line in small)
+        assert all(("HIGHEST" in line) == (precision is not None) for line in set(dots) - {*small})
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "match"),
     [
