@@ -114,9 +114,11 @@ LAYOUTS = {
         {"method": "qdwh"},
         {"all-to-all"},
     ),
+    # Only where a leaf is cut does the order of its shards matter: polar commutes with
+    # permutations.
     "fused": (
-        [(64, 96)] * 2,
-        [P("data", "model"), P("data")],
+        [(64, 96)] * 3,
+        [P("data", "model"), P("data"), P(None, ("model", "data"))],
         {
             "overrides": {"*": MatrixSpec(unit=1, feature=0, split=((32, 64), 1))},
             "scale": "muon",
