@@ -148,6 +148,20 @@ def test_schedules_and_injected_hyperparameters_change_the_rate():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_matrices_move_by_minus_the_rate_times_scale_by_spectral(nesterov):
+    """Over two steps, with options handed on, the update of a kernel is -lr times the rule's."""
+    params = {"up": {"kernel": contract.normal(8, 16)}}
+    options = {"nesterov": nesterov, "b1": 0.7, "scale": "muon", "coefficients": "you", "steps": 3}
+    ours, rule = spectral.muon(0.1, **options), spectral.scale_by_spectral(**options)
+    state, rule_state = ours.init(params), rule.init(params)
+    for seed in range(2):
+        grads = _normal_like(params, seed)
+        got, state = ours.update(grads, state, params)
+        want, rule_state = rule.update(grads, rule_state)
+        assert_close(got, jax.tree.map(lambda x: -0.1 * x, want), 1e-6)
+
+
 def test_overrides_move_a_leaf():
     """A tied embedding or a head can be handed to the rule, and a matrix to the rest."""
     params = _block()

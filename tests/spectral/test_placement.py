@@ -78,6 +78,22 @@ def test_inside_a_shard_map_shapes_are_local_and_the_whole_is_known():
     assert seen[0] == ({"data"}, (16, 8), {"data", "model"})
 
 
+def test_manual_axes_come_first_where_the_type_disagrees_with_what_is_given():
+    """A surrounding shard_map has split the leaf before the Explicit axis of its type does."""
+    seen = []
+
+    def body(x):
+        seen.append(_placement.placement(x, P("data", "data")).axes)
+        return x
+
+    mesh = _mesh(EXPLICIT, EXPLICIT)
+    x = jax.device_put(jnp.zeros((16, 8)), NamedSharding(mesh, P(("data", "model"))))
+    with jax.set_mesh(mesh):
+        fun = jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        jax.jit(fun)(x)
+    assert seen[0][0] == ("data", "model")
+
+
 def test_shardings_are_read_once_and_by_path():
     """Arrays, NamedShardings and PartitionSpecs are taken; one device splits nothing."""
     mesh = _mesh(AUTO, AUTO)
