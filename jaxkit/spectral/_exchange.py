@@ -96,7 +96,7 @@ def _call(fun, stack):
     """Applies ``fun`` to ``[n, rows, cols]``: at once, on a CPU in pieces that fit its cache."""
     if len(stack) == 1:  # a batch of one is about twice as slow as no batch on a CPU
         return fun(stack[0])[None]
-    piece = max(1, _CPU_PIECE // stack[0].size)
+    piece = max(1, _CPU_PIECE // math.prod(stack.shape[1:]))
     if piece >= len(stack):
         return fun(stack)
     return jax.lax.platform_dependent(

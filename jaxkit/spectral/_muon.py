@@ -140,7 +140,8 @@ def muon(
         )
         groups = ["hidden" if hidden else "other" for hidden in is_hidden]
         labels = jax.tree.structure(tree).unflatten(groups)
-        return optax.partition({"hidden": hidden, "other": other}, labels)
+        # As a function: a model that can be called has labels that can be, too.
+        return optax.partition({"hidden": hidden, "other": other}, lambda _: labels)
 
     def init(params):
         return parts(params).init(params)

@@ -67,7 +67,9 @@ def placement(x, given=None, name="x"):
             wished = (*filter(manual.__contains__, free), *own)
             wished += tuple(name for name in free if name not in manual)
         inner = math.prod(mesh.shape[name] for name in wished if name not in manual)
-        axes.append(wished if size % inner == 0 else own)
+        if size % inner:
+            wished = tuple(name for name in wished if name in manual or name in own)
+        axes.append(wished)
     return Placement(mesh, tuple(axes), manual)
 
 

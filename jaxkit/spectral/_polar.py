@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkit import _check, _numerics
 from jaxkit.spectral import _coefficients, _exchange
@@ -125,7 +126,8 @@ def make_settings(method, coefficients, steps, dtype, precision):
         raise TypeError(f"dtype must be real floating, got {jnp.dtype(dtype)}.")
     _coefficients.resolve(coefficients, steps, low_precision=False)
     if not isinstance(coefficients, str):  # hashable, so that the settings stay static
-        coefficients = tuple(map(tuple, jnp.atleast_2d(jnp.asarray(coefficients)).tolist()))
+        rows = np.asarray(coefficients, np.float64)
+        coefficients = tuple(map(tuple, rows.tolist())) if rows.ndim == 2 else tuple(rows.tolist())
     return Settings(method, coefficients, steps, dtype, precision)
 
 
@@ -182,7 +184,8 @@ def _divide_by_largest(x, axis_names=()):
     largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=(-2, -1), keepdims=True)
     if axis_names:
         largest = jax.lax.pmax(largest, axis_names)
-    return x / jnp.where(largest == 0, 1, largest), largest == 0
+    divisor = jnp.where(largest == 0, 1, jnp.where(jnp.isinf(largest), jnp.nan, largest))
+    return x / divisor, largest == 0
 
 
 def _dot(a, b, precision=None):

@@ -1,9 +1,12 @@
 """Coefficient tables: what they do to singular values, and how steps are counted."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkit.spectral import _coefficients
+from jaxkit import spectral
+from jaxkit.spectral import _coefficients, _polar
 
 
 def _largest_error(rows, low):
@@ -53,6 +56,19 @@ def test_more_steps_repeat_the_last_row_and_fewer_take_the_first():
     assert _coefficients.resolve(own, None, False) == (own, 1.0)
     assert _coefficients.resolve(own[0], None, False)[0] == own[:1] * 5
     assert _coefficients.resolve("you", 2, False)[0] == _coefficients.TABLES["you"].rows[:2]
+
+
+def test_own_coefficients_keep_their_digits_also_under_jit():
+    """Static numbers are read in float64 whether or not anything is traced around them."""
+    own = [[1.875 + 1e-9, -1.25, 0.375]]
+    seen = []
+
+    def fun(x):
+        seen.append(_polar.make_settings("gram", own, None, None, None).coefficients)
+        return spectral.polar(x, coefficients=own, steps=2)
+
+    jax.jit(fun)(jnp.eye(2))
+    assert seen == [((1.875 + 1e-9, -1.25, 0.375),)]
 
 
 def test_polar_express_takes_eight_steps_in_float32_and_five_in_16_bits():

@@ -1,5 +1,7 @@
 """Muon for whole models: who gets which rule, and how it joins with the libraries around it."""
 
+import dataclasses
+
 import contract
 import flax.linen as nn
 import jax
@@ -160,6 +162,26 @@ def test_matrices_move_by_minus_the_rate_times_scale_by_spectral(nesterov):
         got, state = ours.update(grads, state, params)
         want, rule_state = rule.update(grads, rule_state)
         assert_close(got, jax.tree.map(lambda x: -0.1 * x, want), 1e-6)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Linear:
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight.T + self.bias
+
+
+def test_a_model_that_can_be_called_is_a_tree_like_others():
+    """Labels of a callable model are callable too, and yet no function of the params."""
+    model = Linear(contract.normal(4, 8), contract.normal(4))
+    plain = {"weight": model.weight, "bias": model.bias}
+    tx = spectral.muon(0.1, weight_decay=0.1)
+    got, _ = tx.update(model, tx.init(model), model)
+    want, _ = tx.update(plain, tx.init(plain), plain)
+    assert_close([got.weight, got.bias], [want["weight"], want["bias"]], 1e-6)
 
 
 def test_overrides_move_a_leaf():

@@ -76,6 +76,17 @@ def test_inside_a_shard_map_shapes_are_local_and_the_whole_is_known():
         jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
     )(x)
     assert seen[0] == ({"data"}, (16, 8), {"data", "model"})
+    # 6 local rows do not divide by the Auto axis; what is split by hand stays known.
+    x = jax.device_put(jnp.zeros((12, 8)), NamedSharding(mesh, P()))
+    body_odd = lambda x: (seen.append(_placement.placement(x, P(("data", "model")))), x)[1]  # noqa: E731
+    odd = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO, AUTO))
+    x = jax.device_put(jnp.zeros((12, 8)), NamedSharding(odd, P()))
+    jax.jit(
+        jax.shard_map(
+            body_odd, mesh=odd, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+        )
+    )(x)
+    assert seen[1].axes == (("data",), ()) and seen[1].global_shape((6, 8)) == (12, 8)
 
 
 def test_manual_axes_come_first_where_the_type_disagrees_with_what_is_given():

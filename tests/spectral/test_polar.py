@@ -183,6 +183,9 @@ def test_zero_gives_zero_and_nan_stays_visible(method):
     """In a stack each matrix answers for itself: zero is zero, NaN and inf make NaN."""
     x = jnp.asarray(np.stack([_matrix(3, 4)] * 4), jnp.float32)
     x = x.at[1].set(0).at[2, 0, 1].set(jnp.nan).at[3, 2, 3].set(jnp.inf)
+    row = jnp.array([[1.0, 2.0, jnp.inf]])
+    assert np.all(np.isnan(spectral.polar(row, method)))
+    assert spectral.polar(jnp.zeros((0, 3, 4)), method).shape == (0, 3, 4)
     got = jax.jit(lambda x: spectral.polar(x, method))(x)
     assert np.all(np.isfinite(got[0]))
     np.testing.assert_array_equal(got[1], 0)
