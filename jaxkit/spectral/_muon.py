@@ -2,12 +2,13 @@
 
 import functools
 import glob
+import math
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxkit import _numerics, _tree
+from jaxkit import _check, _numerics, _tree
 from jaxkit.spectral._placement import assign_whole, read_shardings
 from jaxkit.spectral._roles import HIDDEN_ROLES
 from jaxkit.spectral._scale_by_spectral import scale_by_spectral
@@ -73,7 +74,8 @@ def muon(
     Raises:
       ValueError: as in :func:`~jaxkit.spectral.scale_by_spectral`; ``other_learning_rate``
         together with ``other``.
-      TypeError: a hidden matrix, or a leaf for the default AdamW, that is not real floating.
+      TypeError: a rate is neither a number nor a schedule; a hidden matrix, or a leaf for the
+        default AdamW, that is not real floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -118,6 +120,12 @@ def muon(
         sharding=sharding,
         distribute=distribute,
     )
+    for name, rate in (
+        ("learning_rate", learning_rate),
+        ("other_learning_rate", 0.0 if other_learning_rate is None else other_learning_rate),
+    ):
+        if not callable(rate):  # optax takes None for a rate of -1, which ascends
+            _check.between(name, rate, -math.inf, math.inf)
     no_decay = isinstance(weight_decay, int | float) and weight_decay == 0
     shardings = read_shardings(sharding)
     rule()  # static arguments are checked here, not at the first init

@@ -170,12 +170,12 @@ def scale_by_spectral(
             _look(m, g, b1, step, nesterov, bias_correction)
             for m, g in zip(treedef.flatten_up_to(mu), grads, strict=True)
         ]
-        # What a 16-bit product would round anyway crosses the network in 16 bits. float16 would
+        # What a 16-bit product would round anyway crosses the network in 16 bits, unless it would
         # lose its range before the input is normalized.
         sent = []
         for x, g in zip(seen, grads, strict=True):
             product = settings.product_dtype(g.dtype)
-            sent.append(x.astype(product) if product != jnp.float16 else x)
+            sent.append(x.astype(product) if _same_range(product, x.dtype) else x)
         done = _exchange.map_matrices(
             apply_rule,
             sent,
@@ -196,6 +196,11 @@ def scale_by_spectral(
 def _as(value, dtype):
     """Gives a traced hyperparameter the dtype of what it meets; Python numbers are weak anyway."""
     return value if isinstance(value, int | float) else jnp.asarray(value).astype(dtype)
+
+
+def _same_range(narrow, dtype):
+    """Says whether ``narrow`` has the exponents of ``dtype``."""
+    return jnp.finfo(narrow).maxexp >= jnp.finfo(dtype).maxexp
 
 
 def _zero_momentum(params, mu_dtype):

@@ -268,6 +268,9 @@ def test_bad_options_are_named():
         spectral.muon(1.0, scale="big")
     with pytest.raises(ValueError, match="'uq/kernel'"):
         spectral.muon(1.0, overrides={"uq/kernel": "other"}).init(_block())
+    for rates in ({"learning_rate": None}, {"learning_rate": 1.0, "other_learning_rate": "0.1"}):
+        with pytest.raises(TypeError, match="learning_rate must be a number, got"):
+            spectral.muon(**rates)
     with pytest.raises(TypeError, match="rows/ids must be real floating.*got int32"):
         spectral.muon(1.0).init({"rows": {"ids": jnp.ones(3, jnp.int32)}})
     with pytest.raises(ValueError, match="'x'"):

@@ -209,6 +209,19 @@ def test_momentum_is_float32_and_updates_keep_their_dtype():
         assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_narrow_products_do_not_lose_a_small_gradient(dtype):
+    """The momentum is normalized before it is cast to a dtype of smaller range."""
+    with jax.enable_x64(True):
+        grads = {"kernel": jnp.asarray(np.float64(contract.normal(4, 6)) * 1e-60)}
+        tx = spectral.scale_by_spectral(b1=0.0, dtype=dtype, scale="none")
+        updates, _ = tx.update(grads, tx.init(grads))
+        want, _ = spectral.scale_by_spectral(b1=0.0, scale="none").update(grads, tx.init(grads))
+        # A lost gradient is off by all of its norm, 16-bit products by less than a tenth.
+        error = np.linalg.norm(updates["kernel"] - want["kernel"])
+        assert error <= 0.1 * np.linalg.norm(want["kernel"])
+
+
 def test_momentum_does_not_freeze_in_bfloat16():
     """After 100 equal gradients of 1 the momentum is 1 - b1^100, which bfloat16 sums miss."""
     grads = {"kernel": jnp.ones((2, 2), jnp.bfloat16)}
