@@ -89,7 +89,10 @@ def polar(
 
     Cost: for :math:`r = \min(m, n)`, :math:`q = \max(m, n) / r` and 5 steps
     :math:`(20 q + 10) r^3` operations plain and :math:`(8 q + 28) r^3` in the Gram form; two
-    more arrays like ``x`` in memory. QDWH costs about 3 to 10 times as much.
+    more arrays like ``x`` in memory. QDWH costs about 3 to 10 times as much. On a CPU, jax 0.10.2
+    was seen to hang in a ``vmap`` over training runs with QDWH inside a ``scan``. jax 0.12
+    does not hang, nor does 0.10.2 with
+    ``XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false``.
     """
     settings = make_settings(method, coefficients, steps, dtype, precision)
     x = check_matrix("x", x)
