@@ -181,7 +181,7 @@ def assign(params, *, rules=None, overrides=None, strict=False):
     # Nearly all patterns are plain paths: these are looked up, not matched.
     patterns = [key for key in wanted if glob.has_magic(key)]
     for key in wanted:
-        if not (fnmatch.filter(paths, key) if key in patterns else key in paths):
+        if key not in paths and not (key in patterns and fnmatch.filter(paths, key)):
             raise ValueError(
                 f"overrides must match leaves of params, got {key!r}, which matches none."
             )

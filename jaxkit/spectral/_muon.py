@@ -155,7 +155,9 @@ def muon(
         return parts(params).init(params)
 
     def update(updates, state, params=None, **extra):
-        return parts(updates).update(updates, state, params, **extra)
+        new, state = parts(updates).update(updates, state, params, **extra)
+        # A rate that is an array would widen 16-bit updates.
+        return jax.tree.map(lambda y, g: y.astype(g.dtype), new, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

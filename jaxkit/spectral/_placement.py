@@ -53,14 +53,14 @@ def placement(x, given=None, name="x"):
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {name for name in kinds if kinds[name] == AxisType.Explicit}
     manual = frozenset(name for name in kinds if kinds[name] == AxisType.Manual)
-    axes = []
-    for size, own, wished in zip(
-        kind.shape,
-        _names(typed, kind, name),
-        _names(getattr(given, "spec", given), kind, name),
-        strict=True,
-    ):
-        wished = tuple(name for name in wished if name in kinds)
+    wishes, axes = _names(getattr(given, "spec", given), kind, name), []
+    flat = list(itertools.chain(*wishes))
+    if len(set(flat)) < len(flat) or not set(flat) <= kinds.keys():
+        raise ValueError(
+            f"sharding must name axes of the mesh, each once, got {given} for {name} and a mesh "
+            f"with {mesh.axis_names}."
+        )
+    for size, own, wished in zip(kind.shape, _names(typed, kind, name), wishes, strict=True):
         if tuple(name for name in wished if name in explicit) != own:
             # The type wins. What a surrounding shard_map has split is split outermost.
             free = [name for name in wished if name not in explicit]

@@ -120,7 +120,8 @@ class Settings(NamedTuple):
 def make_settings(method, coefficients, steps, dtype, precision):
     """Checks the static arguments of :func:`polar`."""
     _check.choice("method", method, METHODS)
-    if method in _EXACT and (steps is not None or coefficients != "polar_express_5"):
+    is_default = isinstance(coefficients, str) and coefficients == "polar_express_5"
+    if method in _EXACT and not (is_default and steps is None):
         raise ValueError(
             f"coefficients and steps belong to the iterative methods, got "
             f"coefficients={coefficients!r} and steps={steps!r} with method={method!r}."

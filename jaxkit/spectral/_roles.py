@@ -96,7 +96,9 @@ def leaves(params):
     sizes, has_stacked_vector = collections.defaultdict(set), set()
     for parts, shape, _ in flat:
         last, parent = ("", *parts)[-1], ("", "", *parts)[-2]
-        vector = len(shape) == 2 and (words_of(last) & _VECTOR or words_of(parent) & _NORM)
+        # Not (n, 1): so Equinox keeps the bias of one convolution.
+        named = words_of(last) & _VECTOR or words_of(parent) & _NORM
+        vector = len(shape) == 2 and shape[1] > 1 and named
         for i in range(len(parts)):
             sizes[parts[:i]].add(shape[:1])
             if vector:

@@ -137,6 +137,8 @@ def scale_by_spectral(
         raise ValueError(f"scale='unit_rms' needs alpha=0, got alpha={alpha}.")
     settings = _polar.make_settings(method, coefficients, steps, dtype, precision)
     distribute = (distribute,) if isinstance(distribute, str) else tuple(distribute)
+    if len(set(distribute)) < len(distribute):
+        raise ValueError(f"distribute must name each mesh axis once, got {distribute}.")
     shardings = read_shardings(sharding)
 
     def plan(tree):

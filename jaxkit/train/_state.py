@@ -146,7 +146,11 @@ def _is_on(x, mesh):
 def _placement(x):
     sharding = _sharding(x)
     if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_types) == {AxisType.Auto}:
-        return sharding
+        # As compiled programs return it. A spec that ends in None is another static argument.
+        spec = list(sharding.spec)
+        while spec and spec[-1] is None:
+            spec.pop()
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
     return None
 
 

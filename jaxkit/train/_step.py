@@ -69,9 +69,13 @@ def make_step(estimator, tx, *, ema_decay=None):
     if ema_decay is not None:
         ema_decay = float(_check.between("ema_decay", ema_decay, 0, 1))
     parts = estimator, tx, ema_decay
-    step = _STEPS.get(parts)
+    known = (
+        *parts,
+        type(tx),
+    )  # transformations are tuples: two kinds of the same functions are equal
+    step = _STEPS.get(known)
     if step is None:
-        step = _STEPS[parts] = _make_step(*parts)
+        step = _STEPS[known] = _make_step(*parts)
     return step
 
 

@@ -370,3 +370,15 @@ def test_table_has_a_row_for_every_leaf_and_prints_aligned():
     with pytest.raises(ValueError, match="rule_of_role must be one of 'hidden'"):
         spectral.describe(params, rule_of_role={"head": "polar"})
     assert str(spectral.describe({})).split() == list(table[0]._fields)
+
+
+def test_convolution_with_a_bias_of_one_column_is_no_stack():
+    """The bias (out, 1) of one 1-D convolution, as Equinox keeps it, does not make a stack."""
+    params = {"weight": jnp.ones((8, 3, 5)), "bias": jnp.ones((8, 1))}
+    assert spectral.label_params(params) == {"weight": "other", "bias": "other"}
+
+
+def test_plain_path_with_a_bracket_is_found():
+    """A path that looks like a pattern is still a path."""
+    params = {"a[0]": jnp.ones((2, 2))}
+    assert spectral.label_params(params, overrides={"a[0]": "other"}) == {"a[0]": "other"}

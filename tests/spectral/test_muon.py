@@ -164,6 +164,14 @@ def test_matrices_move_by_minus_the_rate_times_scale_by_spectral(nesterov):
         assert_close(got, jax.tree.map(lambda x: -0.1 * x, want), 1e-6)
 
 
+def test_a_rate_that_is_an_array_keeps_16_bits():
+    """Updates have the dtype of their gradient, whatever the rate and the decay are."""
+    params = {"kernel": jnp.ones((4, 6), jnp.bfloat16), "bias": jnp.ones(6, jnp.bfloat16)}
+    tx = spectral.muon(jnp.float32(0.1), weight_decay=jnp.float32(0.1))
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Linear:

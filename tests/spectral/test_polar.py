@@ -268,6 +268,7 @@ def test_small_products_of_the_gram_form_are_at_the_highest_precision():
         ((jnp.ones((2, 2), jnp.complex64),), {}, TypeError, "got complex64"),
         ((jnp.ones((2, 2)), "svd"), {}, ValueError, "method must be one of 'auto'.*got 'svd'"),
         ((jnp.ones((2, 2)), "qdwh", "you"), {}, ValueError, "coefficients='you'.*method='qdwh'"),
+        ((jnp.ones((2, 2)), "eigh", np.ones((2, 3))), {}, ValueError, "coefficients=array"),
         ((jnp.ones((2, 2)), "eigh"), {"steps": 3}, ValueError, "steps=3 with method='eigh'"),
         ((jnp.ones((2, 2)),), {"dtype": jnp.int8}, TypeError, "dtype must be real floating"),
         ((jnp.ones((2, 2)),), {"steps": 0}, ValueError, "steps must be at least 1, got 0"),

@@ -307,6 +307,7 @@ def test_what_does_not_fit_a_rule_is_named():
         ({"b1": "0.9"}, TypeError, "b1 must be a number, got '0.9'"),
         ({"eps": -1.0}, ValueError, r"eps must be in \[0.0, inf\), got -1.0"),
         ({"alpha": 1.0, "scale": "unit_rms"}, ValueError, "needs alpha=0, got alpha=1.0"),
+        ({"distribute": ("a", "a")}, ValueError, r"each mesh axis once, got \('a', 'a'\)"),
         ({"sharding": {"x": 3}}, TypeError, "sharding at x must be a NamedSharding.*got int"),
     ],
 )

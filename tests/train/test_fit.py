@@ -259,6 +259,27 @@ def test_bad_batches_are_refused_before_the_state_is_consumed(batches, num_steps
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+def test_second_fit_compiles_nothing_for_a_spec_that_ends_in_none():
+    """P("data", None) and P("data") are one layout; compilations are counted, not traces."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))
+    tx = optax.sgd(0.1)
+    step = train.make_step(train.backprop(lambda w, x, key: jnp.sum((w - x) ** 2)), tx)
+    batches, compiled = np.zeros((3, 8, 4), np.float32), []
+
+    def note(event, *_, **__):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    state, _ = train.fit(step, train.create(params, tx, jax.random.key(0)), batches)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        state, _ = train.fit(step, state, batches)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert compiled == []
+
+
 PROCESS = """
 import jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

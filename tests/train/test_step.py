@@ -232,3 +232,22 @@ def test_bad_parts_are_refused_when_the_step_is_made(tx, decay, error, match):
     """What is no optimizer and a decay out of range raise at once."""
     with pytest.raises(error, match=match):
         train.make_step(train.backprop(loss_fn), tx, ema_decay=decay)
+
+
+def test_kinds_of_transformation_do_not_share_a_step():
+    """The same two functions as another kind of tuple take extra arguments, and so do get them."""
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(sorted(extra))
+        return updates, state
+
+    def init(params):
+        return ()
+
+    estimator = train.backprop(lambda params, batch, key: jnp.sum(params**2))
+    for kind in (optax.GradientTransformation, optax.GradientTransformationExtraArgs):
+        tx = kind(init, update)
+        state = train.create(jnp.ones(2), tx, jax.random.key(0))
+        train.make_step(estimator, tx)(state, None)
+    assert seen == [[], ["value"]]
