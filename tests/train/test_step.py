@@ -245,9 +245,10 @@ def test_kinds_of_transformation_do_not_share_a_step():
     def init(params):
         return ()
 
-    estimator = train.backprop(lambda params, batch, key: jnp.sum(params**2))
+    estimator, steps = train.backprop(lambda params, batch, key: jnp.sum(params**2)), []
     for kind in (optax.GradientTransformation, optax.GradientTransformationExtraArgs):
         tx = kind(init, update)
         state = train.create(jnp.ones(2), tx, jax.random.key(0))
-        train.make_step(estimator, tx)(state, None)
+        steps.append(train.make_step(estimator, tx))  # held, so that the first stays known
+        steps[-1](state, None)
     assert seen == [[], ["value"]]
