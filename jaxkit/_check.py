@@ -42,12 +42,11 @@ def count(name, value, /, *, minimum=1):
     return int(value)
 
 
-def between(name, value, low, high, /, *, closed_high=False):
+def between(name, value, low, high, /):
     """Checks ``low <= value < high`` where ``value`` is a Python number; traced values pass."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        if not (low <= value <= high if closed_high else low <= value < high):
-            end = "]" if closed_high else ")"
-            raise ValueError(f"{name} must be in [{low}, {high}{end}, got {value}.")
+        if not low <= value < high:
+            raise ValueError(f"{name} must be in [{low}, {high}), got {value}.")
     elif not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     return value

@@ -163,7 +163,10 @@ def muon(
 
 
 def _in_float32(inner):
-    """Runs ``inner`` in float32 or wider; in 16 bits its moments freeze and its eps is zero."""
+    """Runs ``inner`` in float32 or wider; in 16 bits its moments freeze and its eps is zero.
+
+    Its updates are as wide; muon casts them, as those of the matrices.
+    """
     inner = optax.with_extra_args_support(inner)
 
     def wide(tree):
@@ -178,9 +181,6 @@ def _in_float32(inner):
         return inner.init(wide(params))
 
     def update(updates, state, params=None, **extra):
-        new, state = inner.update(
-            wide(updates), state, None if params is None else wide(params), **extra
-        )
-        return jax.tree.map(lambda y, g: y.astype(g.dtype), new, updates), state
+        return inner.update(wide(updates), state, None if params is None else wide(params), **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)

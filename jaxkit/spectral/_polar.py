@@ -33,8 +33,9 @@ def polar(
     For the thin singular value decomposition :math:`X = U \Sigma V^\top` this is
     :math:`U V^\top`, over the nonzero singular values only: a zero matrix gives zero. It is the
     steepest-ascent direction in the spectral norm, the step of Muon. The result does not change
-    when ``x`` is multiplied by a positive number, whatever its size; a NaN or an infinity
-    anywhere in a matrix makes its whole factor NaN.
+    when ``x`` is multiplied by a positive number, as long as its largest entry lies between about
+    1e-37 and 1e37 in float32; a NaN or an infinity anywhere in a matrix makes its whole factor
+    NaN.
 
     The iterative methods map every singular value by the same odd polynomials and so return an
     approximation, :math:`U p(\Sigma) V^\top`. With the default coefficients :math:`p` lies within
@@ -46,16 +47,17 @@ def polar(
       method: static; ``"newton_schulz"`` iterates on the matrix, ``"gram"`` on its small Gram
         matrix (the same polynomial, cheaper from an aspect ratio of 1.5), ``"auto"`` takes the
         cheaper of these two by shape. ``"qdwh"`` and ``"eigh"`` are exact to rounding: QDWH for
-        every condition number, but it completes the null space of a rank-deficient matrix with
-        arbitrary directions; eigh of the Gram matrix drops the null space, and is accurate for
-        condition numbers up to about 1e3 in float32.
+        condition numbers up to about 1e6 in float32, but it fills the null space of a
+        rank-deficient matrix with arbitrary directions; eigh of the Gram matrix drops the null
+        space, and is accurate for condition numbers up to about 1e3 in float32.
       coefficients: static; for the iterative methods ``"polar_express_5"``,
         ``"polar_express"``, ``"you"``, ``"jordan"``, or numbers of shape ``[3]`` or ``[k, 3]``
         (:math:`a, b, c` of :math:`a s + b s^3 + c s^5` for each step).
       steps: static; number of iterations. More than the list is long repeats its last row, fewer
         take its first rows. ``None``: 5, the length of a given ``[k, 3]`` list, or 8 for
         ``"polar_express"`` where products are in float32 or wider.
-      dtype: static; floating dtype of the products with ``x``. ``None``: bfloat16 for bfloat16,
+      dtype: static; floating dtype of the products with ``x`` in the iterative methods; the exact
+        ones work in float32 or wider. ``None``: bfloat16 for bfloat16,
         float32 for float16, else the dtype of ``x``. Sums are in float32 or wider, and in the
         Gram form everything of the small size is.
       precision: static; ``jax.lax.Precision`` of the products with ``x``. On TPU and GPU the

@@ -14,7 +14,8 @@ def fit(step, state, batches, num_steps=None):
     It consumes ``state``: the buffers are donated, so the state given cannot be used again (JAX
     says that its buffer was donated). Go on with the one returned. 12 steps and then 8 give the
     same bits as 20. A second call with the same step and the same shapes compiles nothing, also
-    if the parameters are sharded: each leaf comes back where it was.
+    if the parameters are sharded: each leaf comes back where it was. (Parameters that no device
+    was chosen for, with batches for which one was, compile once more: the state moves to them.)
 
     Args:
       step: function ``(state, batch) -> (state, metrics)`` from

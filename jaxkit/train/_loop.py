@@ -50,7 +50,8 @@ def loop(
 
     Args:
       step: pure function ``(state, batch) -> (state, metrics)`` with ``metrics["loss"]``, such
-        as :func:`~jaxkit.train.make_step` gives. Compiled once, also over several calls.
+        as :func:`~jaxkit.train.make_step` gives. Compiled once, also over several calls, unless
+        batches live where the state does not.
       state: :class:`~jaxkit.train.TrainState`. It is consumed: its buffers are donated.
       batches: function of the step's index, a Python int from 0, or an iterable read from its
         start, whose first ``state.step`` items are skipped. What is callable is a function.

@@ -69,10 +69,8 @@ def make_step(estimator, tx, *, ema_decay=None):
     if ema_decay is not None:
         ema_decay = float(_check.between("ema_decay", ema_decay, 0, 1))
     parts = estimator, tx, ema_decay
-    known = (
-        *parts,
-        type(tx),
-    )  # transformations are tuples: two kinds of the same functions are equal
+    # Transformations are tuples: two kinds of them with the same functions are equal.
+    known = *parts, type(tx)
     step = _STEPS.get(known)
     if step is None:
         step = _STEPS[known] = _make_step(*parts)
