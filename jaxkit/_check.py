@@ -1,5 +1,6 @@
 """Checks of shapes, dtypes and static options; they cost nothing after tracing."""
 
+import collections.abc
 import numbers
 
 import jax
@@ -50,6 +51,36 @@ def between(name, value, low, high, /):
     elif not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     return value
+
+
+def function(name, value, /):
+    """Checks that ``value`` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {type(value).__name__}.")
+
+
+def transformation(name, value, /):
+    """Checks that ``value`` has the methods of an optax transformation."""
+    if not callable(getattr(value, "init", None)) or not callable(getattr(value, "update", None)):
+        kind = getattr(value, "__name__", type(value).__name__)
+        raise TypeError(f"{name} must be an optax transformation, got {kind}.")
+
+
+def mapping(name, value, /):
+    """Returns ``value``, a mapping, or an empty one for None."""
+    if value is not None and not isinstance(value, collections.abc.Mapping):
+        raise TypeError(f"{name} must be a mapping, got {value!r}.")
+    return {} if value is None else value
+
+
+def floating(name, dtype, /):
+    """Checks that a static ``dtype`` is None or real floating."""
+    try:
+        fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(f"{name} must be a real floating dtype or None, got {dtype!r}.")
 
 
 def arrays(name, tree, /):

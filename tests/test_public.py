@@ -31,6 +31,7 @@ HOST_SIDE = {
     "train.create": "copies buffers and places them, before anything is traced",
     "train.fit": "takes a step, and donates its state",
     "train.loop": "progress bar, files and signals",
+    "train.restore": "reads files, and frees its state",
     "train.make_step": "joins an estimator and an optimizer that have cases of their own",
 }
 SECTIONS = ["Args", "Attributes", "Returns", "Raises", "Example", "Source", "Cost"]

@@ -108,7 +108,8 @@ def label_params(params, *, rules=None, overrides=None, strict=False):
     Raises:
       ValueError: a pattern matches no leaf, a role is unknown, a spec or role does not fit its
         leaf, an axis of a matrix has size 0, or ``strict`` found a leaf that no line knows.
-      TypeError: a leaf is no array, or an override is none of the three kinds.
+      TypeError: a leaf is no array, an override is none of the three kinds, or ``rules`` or
+        ``overrides`` is no mapping.
 
     Example:
       >>> import jax.numpy as jnp
@@ -159,7 +160,7 @@ def describe(params, *, rules=None, overrides=None, rule_of_role=None):
     Cost: host time linear in the number of leaves; no array is read.
     """
     rule = {role: "polar" if role in HIDDEN_ROLES else "other" for role in ROLES}
-    for role, name in (rule_of_role or {}).items():
+    for role, name in _check.mapping("rule_of_role", rule_of_role).items():
         rule[_check.choice("rule_of_role", role, ROLES)] = name
     rows = []
     for path, shape, _, role, spec in assign(params, rules=rules, overrides=overrides):
@@ -170,12 +171,12 @@ def describe(params, *, rules=None, overrides=None, rule_of_role=None):
 
 def assign(params, *, rules=None, overrides=None, strict=False):
     """Returns an :class:`Assignment` for every leaf, in leaf order; see :func:`label_params`."""
-    rules = {} if rules is None else rules
+    rules = _check.mapping("rules", rules)
     for word, role in rules.items():
         _check.choice(f"role of rule {word!r}", role, ROLES)
         if word not in words_of(word):
             raise ValueError(f"rules must map one lower-case word to a role, got {word!r}.")
-    overrides = {} if overrides is None else overrides
+    overrides = _check.mapping("overrides", overrides)
     wanted = {pattern: _override(pattern, value) for pattern, value in overrides.items()}
     paths = ["/".join(parts) or "<root>" for parts, _ in leaves_with_parts(params, masked=True)]
     # Nearly all patterns are plain paths: these are looked up, not matched.

@@ -49,7 +49,7 @@ def muon(
       b1: momentum decay :math:`\beta` in [0, 1).
       nesterov: static; whether the rule looks one gradient ahead of the momentum.
       bias_correction: static; as in :func:`~jaxkit.spectral.scale_by_spectral`.
-      weight_decay: :math:`\lambda`, decoupled, of the hidden matrices only.
+      weight_decay: :math:`\lambda`, decoupled, of the hidden matrices only; a number or a schedule.
       scale: static; as in :func:`~jaxkit.spectral.scale_by_spectral`.
       method: static; as in :func:`~jaxkit.spectral.polar`.
       coefficients: static; as in :func:`~jaxkit.spectral.polar`.
@@ -74,8 +74,8 @@ def muon(
     Raises:
       ValueError: as in :func:`~jaxkit.spectral.scale_by_spectral`; ``other_learning_rate``
         together with ``other``.
-      TypeError: a rate is neither a number nor a schedule; a hidden matrix, or a leaf for the
-        default AdamW, that is not real floating.
+      TypeError: a rate is neither a number nor a schedule, ``other`` no transformation, or a hidden
+        matrix, or a leaf for the default AdamW, not real floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -103,6 +103,9 @@ def muon(
             f"other_learning_rate belongs to the default AdamW, got {other_learning_rate} together "
             "with other."
         )
+    _check.transformation("other", other)
+    if not callable(weight_decay):
+        _check.between("weight_decay", weight_decay, 0.0, math.inf)
 
     rule = functools.partial(
         scale_by_spectral,

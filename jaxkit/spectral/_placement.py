@@ -73,6 +73,12 @@ def placement(x, given=None, name="x"):
     return Placement(mesh, tuple(axes), manual)
 
 
+def varying(x):
+    """Returns the Manual mesh axes along which ``x`` may differ, by its type."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))
+
+
 def _names(spec, x, name):
     """Returns a partition spec as one tuple of mesh axes for each array axis."""
     entries = tuple(spec or ())
@@ -125,6 +131,13 @@ def assign_whole(tree, shardings, distribute=(), **labels):
             raise ValueError(
                 f"distribute={distribute} needs a mesh with these axes at {path}, and "
                 f"sharding= where they are not Explicit, got axes {known}."
+            )
+        mixed = sorted(varying(x) & set(distribute) - place.used())
+        if mixed:
+            raise ValueError(
+                f"distribute={distribute} needs leaves that are the same along these axes, got "
+                f"{path}, which varies over {mixed}; take its mean by jax.lax.pmean, or name "
+                "these axes in sharding=."
             )
         places.append(place)
     whole = [

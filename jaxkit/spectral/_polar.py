@@ -33,9 +33,9 @@ def polar(
     For the thin singular value decomposition :math:`X = U \Sigma V^\top` this is
     :math:`U V^\top`, over the nonzero singular values only: a zero matrix gives zero. It is the
     steepest-ascent direction in the spectral norm, the step of Muon. The result does not change
-    when ``x`` is multiplied by a positive number, as long as its largest entry lies between about
-    1e-37 and 1e37 in float32; a NaN or an infinity anywhere in a matrix makes its whole factor
-    NaN.
+    when ``x`` is multiplied by a positive number, as long as the entries that count are normal
+    numbers (1.2e-38 to 3.4e38 in float32); a NaN or an infinity anywhere in a matrix makes its
+    whole factor NaN.
 
     The iterative methods map every singular value by the same odd polynomials and so return an
     approximation, :math:`U p(\Sigma) V^\top`. With the default coefficients :math:`p` lies within
@@ -56,22 +56,21 @@ def polar(
       steps: static; number of iterations. More than the list is long repeats its last row, fewer
         take its first rows. ``None``: 5, the length of a given ``[k, 3]`` list, or 8 for
         ``"polar_express"`` where products are in float32 or wider.
-      dtype: static; floating dtype of the products with ``x`` in the iterative methods; the exact
-        ones work in float32 or wider. ``None``: bfloat16 for bfloat16,
-        float32 for float16, else the dtype of ``x``. Sums are in float32 or wider, and in the
-        Gram form everything of the small size is.
-      precision: static; ``jax.lax.Precision`` of the products with ``x``. On TPU and GPU the
-        default for float32 is not full float32. The small products of the Gram form and the
-        exact methods always use the highest.
+      dtype: static; floating dtype of the products with ``x`` in the iterative methods.
+        ``None``: bfloat16 for bfloat16, float32 for float16, else the dtype of ``x``. Sums are
+        in float32 or wider, as is everything of the small size in the Gram form.
+      precision: static; ``jax.lax.Precision`` of the products with ``x`` in the iterative
+        methods. On TPU and GPU the default for float32 is not full float32. The small products
+        of the Gram form and the exact methods always use the highest.
 
     Returns:
       Array of the shape and dtype of ``x``. In an Explicit mesh it has the sharding of ``x``.
 
     Raises:
       ValueError: ``x`` has fewer than two axes or an empty matrix axis; an unknown method or
-        table; ``steps`` below 1; coefficients of another shape; coefficients or steps given to
-        an exact method.
-      TypeError: ``x`` is not real floating.
+        table; ``steps`` below 1; coefficients of another shape; coefficients, steps, dtype or
+        precision given to an exact method, which work in float32 or wider.
+      TypeError: ``x`` or ``dtype`` is not real floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -123,13 +122,16 @@ def make_settings(method, coefficients, steps, dtype, precision):
     """Checks the static arguments of :func:`polar`."""
     _check.choice("method", method, METHODS)
     is_default = isinstance(coefficients, str) and coefficients == "polar_express_5"
-    if method in _EXACT and not (is_default and steps is None):
+    given = {"steps": steps, "dtype": dtype, "precision": precision}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {} if is_default else {"coefficients": coefficients}
+    if method in _EXACT and given:
+        got = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(
-            f"coefficients and steps belong to the iterative methods, got "
-            f"coefficients={coefficients!r} and steps={steps!r} with method={method!r}."
+            "coefficients, steps, dtype and precision belong to the iterative methods, got "
+            f"{got} with method={method!r}."
         )
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be real floating, got {jnp.dtype(dtype)}.")
+    _check.floating("dtype", dtype)
     _coefficients.resolve(coefficients, steps, low_precision=False)
     if not isinstance(coefficients, str):  # hashable, so that the settings stay static
         rows = np.asarray(coefficients, np.float64)
@@ -191,7 +193,9 @@ def _divide_by_largest(x, axis_names=()):
     if axis_names:
         largest = jax.lax.pmax(largest, axis_names)
     divisor = jnp.where(largest == 0, 1, jnp.where(jnp.isinf(largest), jnp.nan, largest))
-    return x / divisor, largest == 0
+    # The compiler multiplies by the reciprocal of the divisor, which must not be subnormal.
+    tame = jnp.where(largest > 1, 2.0**-4, 1).astype(x.dtype)
+    return x * tame / (divisor * tame), largest == 0
 
 
 def _dot(a, b, precision=None):

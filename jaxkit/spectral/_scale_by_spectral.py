@@ -105,9 +105,11 @@ def scale_by_spectral(
     Raises:
       ValueError: an unknown ``rule``, ``scale``, ``method`` or table; a static number out of
         range; and, naming the path, a leaf that is no matrix or has an empty axis, whose layout
-        cannot be told, or for which ``sharding`` has no entry; ``distribute`` in an Auto mesh
-        without ``sharding``.
-      TypeError: a leaf that is not real floating.
+        cannot be told, that is not shaped like its momentum, or for which ``sharding`` has no
+        entry; ``distribute`` in an Auto mesh without ``sharding``, or for a leaf that varies
+        along such an axis of a surrounding ``shard_map``.
+      TypeError: a leaf, ``dtype`` or ``mu_dtype`` that is not real floating, or an argument of
+        another kind.
 
     Example:
       >>> import jax.numpy as jnp
@@ -132,9 +134,14 @@ def scale_by_spectral(
     _check.choice("scale", scale, tuple(SCALES))
     _check.between("b1", b1, 0.0, 1.0)
     _check.between("eps", eps, 0.0, math.inf)
+    _check.between("alpha", alpha, -math.inf, math.inf)
+    _check.floating("mu_dtype", mu_dtype)
     no_alpha = isinstance(alpha, int | float) and alpha == 0
     if scale == "unit_rms" and not no_alpha:
-        raise ValueError(f"scale='unit_rms' needs alpha=0, got alpha={alpha}.")
+        raise ValueError(
+            f"scale='unit_rms' needs a static alpha=0, got alpha={alpha} (inject_hyperparams takes "
+            "static_args='alpha')."
+        )
     settings = _polar.make_settings(method, coefficients, steps, dtype, precision)
     distribute = (distribute,) if isinstance(distribute, str) else tuple(distribute)
     if len(set(distribute)) < len(distribute):
@@ -159,12 +166,13 @@ def scale_by_spectral(
         nu = jnp.sum(x.astype(wide) * factor.astype(wide), axis=(-2, -1), keepdims=True)
         if axis_names:
             nu = jax.lax.psum(nu, axis_names)
-        size = jnp.maximum(nu, eps) ** _as(alpha, wide)
+        size = jnp.maximum(nu, _as(eps, wide)) ** _as(alpha, wide)
         return (size * factor.astype(wide)).astype(factor.dtype)
 
     def update(updates, state, params=None):
         del params
         found, places = plan(updates)
+        _check_like_momentum(updates, state.mu)
         step = optax.safe_increment(state.step)
         mu = jax.tree.map(lambda m, g: _average(m, g, b1), state.mu, updates)
         grads, treedef = jax.tree.flatten(updates)
@@ -226,6 +234,17 @@ def _look(m, g, b1, step, nesterov, bias_correction):
         m = m / (1 - b1 ** (t + 1 if nesterov else t))
         g = g / (1 - b1**t)
     return b1 * m + (1 - b1) * g if nesterov else m
+
+
+def _check_like_momentum(updates, mu):
+    """Raises an error that names the first gradient that is not shaped like its momentum."""
+    momenta = jax.tree.structure(updates).flatten_up_to(mu)
+    for (path, g), m in zip(_tree.leaves_with_paths(updates), momenta, strict=True):
+        if g.shape != m.shape:
+            raise ValueError(
+                f"updates must have the shapes of params, wanted {m.shape} at {path}, "
+                f"got {g.shape}."
+            )
 
 
 def _check_leaf(item):

@@ -27,9 +27,9 @@ def accumulate(inner, num_micro):
       Estimator ``(key, params, opt_state, batch) -> Estimate``.
 
     Raises:
-      TypeError: ``num_micro`` is not a whole number.
-      ValueError: ``num_micro`` is below 1; or, when called, the leaves of the batch differ in
-        their leading axis or it does not divide by ``num_micro``.
+      TypeError: ``inner`` is no function, or ``num_micro`` not a whole number.
+      ValueError: ``num_micro`` is below 1; or, when called, the batch holds no array, its leaves
+        differ in their leading axis, or that does not divide by ``num_micro``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -46,6 +46,7 @@ def accumulate(inner, num_micro):
     Cost: ``num_micro`` calls of ``inner`` in a scan (traced once), each on ``1 / num_micro`` of
     the batch; one copy of the gradient and extras in float32.
     """
+    _check.function("inner", inner)
     num_micro = _check.count("num_micro", num_micro)
     # As a jitted function, `inner` is traced once: for its types, which the scan then reuses.
     inner = jax.jit(inner)

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxkit import _estimator
+from jaxkit import _check, _estimator
 
 
 def backprop(loss_fn):
@@ -19,8 +19,9 @@ def backprop(loss_fn):
       and ignores ``opt_state``; ``extras`` is empty.
 
     Raises:
-      TypeError: when called, if a leaf of ``params`` is not real floating, if ``loss_fn`` returns
-        anything else than the above, or if a leaf of ``aux`` is not an array.
+      TypeError: ``loss_fn`` is no function; or, when called, a leaf of ``params`` is not real
+        floating, ``loss_fn`` returns anything else than the above, or a leaf of ``aux`` is not an
+        array.
       ValueError: when called, if the loss is not a scalar.
 
     Example:
@@ -36,6 +37,7 @@ def backprop(loss_fn):
 
     Cost: one forward and one backward pass.
     """
+    _check.function("loss_fn", loss_fn)
 
     def estimator(key, params, opt_state, batch):
         del opt_state

@@ -46,7 +46,7 @@ def open_manager(folder, keep, score):
     options = ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy(preserved),
         best_fn=score,
-        cleanup_tmp_directories=True,
+        cleanup_tmp_directories=keep is not None,  # a reader leaves those of a running writer
     )
     return ocp.CheckpointManager(folder, options=options)
 
@@ -76,11 +76,12 @@ def save(manager, number, state, metrics):
     manager.save(number, args=items, metrics=metrics, force=True)
 
 
-def restore(manager, state):
+def restore(manager, state, numbers=None):
     """Returns the state of the newest readable checkpoint, or ``state`` if that is as far.
 
     Leaves get the shardings of ``state``, whose buffers are freed first. A folder that cannot be
-    read is set aside under another name, if an older one can.
+    read is set aside under another name, if an older one can. With ``numbers`` only these
+    checkpoints count, however far ``state`` is.
     """
     import orbax.checkpoint as ocp
 
@@ -92,8 +93,8 @@ def restore(manager, state):
         else np.empty(x.shape, x.dtype)
         for x in arrays
     ]
-    start, unreadable = int(state.step), {}
-    for number in sorted(manager.all_steps(), reverse=True):
+    start, unreadable = int(state.step) if numbers is None else -1, {}
+    for number in sorted(manager.all_steps() if numbers is None else numbers, reverse=True):
         try:
             items = ocp.args.Composite(layout=ocp.args.JsonRestore())
             found = manager.restore(number, args=items).layout

@@ -29,8 +29,8 @@ def fit(step, state, batches, num_steps=None):
       The new state, and the metrics of all steps with a leading axis of steps.
 
     Raises:
-      TypeError: ``num_steps`` is missing or not a whole number, or a leaf of ``batches`` is not
-        an array.
+      TypeError: ``step`` is no function, ``state`` not what it takes, ``num_steps`` is missing or
+        not a whole number, or a leaf of ``batches`` is not an array.
       ValueError: ``batches`` is empty, its leaves differ in their leading axis, or ``num_steps``
         disagrees with it or is negative.
 
@@ -50,6 +50,7 @@ def fit(step, state, batches, num_steps=None):
 
     Cost: one compilation a step function and set of shapes; the metrics of all steps in memory.
     """
+    state = _step.start(step, state)
     if batches is None and num_steps is None:
         raise TypeError("num_steps must be given if batches is None, got None for both.")
     if num_steps is not None:
@@ -61,7 +62,6 @@ def fit(step, state, batches, num_steps=None):
                 f"num_steps must be the leading axis of batches, {size}, got {num_steps}."
             )
         num_steps = size
-    state = _step.start(step, state)
     return _scan(step, state, batches, num_steps, _state.placements(state))
 
 

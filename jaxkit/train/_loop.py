@@ -81,7 +81,8 @@ def loop(
     Raises:
       FloatingPointError: the loss of a step is not finite (the message has its index), or the
         parameters to be saved are not. Such a state and later ones are never saved.
-      ValueError: an option is out of range or lacks its partner, ``checkpoint_dir`` cannot be
+      ValueError: an option is out of range or lacks its partner, ``state`` is a batch of states,
+        the metrics lack ``"loss"``, ``checkpoint_dir`` cannot be
         written or holds another model (the first differing leaf is named) or nothing readable,
         an iterable ends early (after a last checkpoint), or names in a record collide.
       TypeError: an argument is of the wrong kind.
@@ -102,7 +103,8 @@ def loop(
     the host and writes it while training goes on.
     """
     _check_kinds(step, state, batches, eval_fn)
-    _check.count("num_steps", num_steps)
+    state = _tree.strong(_step.start(step, state))
+    _check.count("num_steps", num_steps, minimum=0)
     _check.count("log_every", log_every)
     _check.count("keep", keep)
     _check.choice("best_mode", best_mode, ("min", "max"))
@@ -112,7 +114,6 @@ def loop(
     _check.count("checkpoint_every", 1 if checkpoint_every is None else checkpoint_every)
     _check.count("eval_every", 1 if eval_every is None else eval_every)
 
-    state = _step.start(step, _tree.strong(state))
     history, log, manager, best, stop = [], None, None, math.inf, 0
 
     def score(record):  # the lowest is the best; what lacks the metric never is
@@ -182,6 +183,9 @@ def _advance(step, state, batch, first_bad, placements):
     """Does one step and keeps the index of the first whose loss is not finite."""
     index = state.step
     state, metrics = step(state, batch)
+    if not isinstance(metrics, dict) or "loss" not in metrics:
+        got = sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__
+        raise ValueError(f"step must return metrics with 'loss', got {got}.")
     bad = jnp.where(jnp.isfinite(metrics["loss"]), _NEVER, index)
     carry = _tree.strong(state), jnp.minimum(first_bad, bad)
     state, first_bad = _state.keep_placements(carry, placements)
@@ -194,18 +198,18 @@ def _check_losses(first_bad):
 
 
 def _check_kinds(step, state, batches, eval_fn):
-    if not callable(step):
-        raise TypeError(f"step must be a function, got {type(step).__name__}.")
+    _check.function("step", step)
     if not isinstance(state, _state.TrainState):
         raise TypeError(f"state must be a TrainState, got {type(state).__name__}.")
+    _check.shape("state.step", state.step, "")
     # A dict of stacked batches, as fit takes, would be read as its names.
     is_dict = isinstance(batches, collections.abc.Mapping)
     if not callable(batches) and (is_dict or not isinstance(batches, collections.abc.Iterable)):
         raise TypeError(
             f"batches must be a function of the step or an iterable, got {type(batches).__name__}."
         )
-    if eval_fn is not None and not callable(eval_fn):
-        raise TypeError(f"eval_fn must be a function or None, got {type(eval_fn).__name__}.")
+    if eval_fn is not None:
+        _check.function("eval_fn", eval_fn)
 
 
 def _check_partner(name, value, other, partner):

@@ -35,8 +35,9 @@ def create(params, tx, key, *, model_state=None):
     """Returns the state at step 0.
 
     The state may be donated, as :func:`~jaxkit.train.fit` does: it shares no buffer with the
-    arguments, and no two of its leaves share one. If the parameters live on a mesh, all other
-    leaves are put there too, replicated unless the optimizer placed them.
+    arguments, and no two of its leaves share one. If the parameters live on a mesh, or on a device
+    that was chosen for them, all other leaves are put there too, on a mesh replicated unless the
+    optimizer placed them.
 
     Args:
       params: parameters, a tree of real floating arrays or numbers.
@@ -50,8 +51,8 @@ def create(params, tx, key, *, model_state=None):
       :class:`~jaxkit.train.TrainState` without weak types.
 
     Raises:
-      TypeError: ``key`` is not a typed key, a leaf of ``params`` is not real floating, or a leaf
-        of ``model_state`` or of the optimizer's state is not an array.
+      TypeError: ``key`` is not a typed key, ``tx`` no transformation, a leaf of ``params`` is not
+        real floating, or a leaf of ``model_state`` or of the optimizer's state is not an array.
       ValueError: ``key`` is not one key, or ``params`` lie on more than one mesh.
 
     Example:
@@ -66,20 +67,27 @@ def create(params, tx, key, *, model_state=None):
     Cost: one copy of params, key and model state, and the init of ``tx``.
     """
     _check_key(key)
+    _check.transformation("tx", tx)
     _estimator.check_params(params)
     _check.arrays("model_state", model_state)
+    # The arguments stay with the caller: their buffers count as taken from the start.
+    taken = set().union(*map(_buffers, jax.tree.leaves((params, key, model_state))))
+    # On a CPU an array can share the memory of a NumPy array, which the caller may change.
+    params, model_state = jax.tree.map(
+        lambda x: jnp.array(x, jnp.result_type(x), copy=not isinstance(x, jax.Array)),
+        (params, model_state),
+    )
     opt_state = tx.init(params)
     _check.arrays("opt_state", opt_state)
 
-    mesh = _mesh_of(params)
-    # The arguments stay with the caller: their buffers count as taken from the start.
-    taken = set().union(*map(_buffers, jax.tree.leaves((params, key, model_state))))
+    mesh, device = _mesh_of(params), _device_of(params)
 
     def own(x):
-        # On a CPU an array can share the memory of a NumPy array, which the caller may change.
         x = jnp.array(x, jnp.result_type(x), copy=not isinstance(x, jax.Array))
         if mesh is not None and not _is_on(x, mesh):
             x = _replicate(x, mesh)
+        elif device is not None and _sharding(x) is not None:
+            x = jax.device_put(x, device)
         # A traced array is copied too: under vmap it stands for one of the caller's.
         if _sharding(x) is None or _buffers(x) & taken:
             x = jnp.array(x, copy=True)
@@ -136,6 +144,15 @@ def _mesh_of(params):
         places = " and ".join(f"{mesh} at {path}" for mesh, path in found.items())
         raise ValueError(f"params must lie on one mesh, got {places}.")
     return next(iter(found), None)
+
+
+def _device_of(params):
+    """Returns the only device that leaves of ``params`` are committed to, or None."""
+    found = set()
+    for leaf in jax.tree.leaves(params):
+        if _sharding(leaf) is not None and leaf.committed:
+            found |= leaf.devices()
+    return found.pop() if len(found) == 1 else None
 
 
 def _is_on(x, mesh):

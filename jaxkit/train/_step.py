@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxkit import _check, _estimator, _numerics, _tree
+from jaxkit.train._state import TrainState
 
 # A step lives as long as somebody holds it, among them JAX's caches of compiled functions. So
 # the same parts give the same step as long as anything is compiled for it, and then go.
@@ -42,8 +43,8 @@ def make_step(estimator, tx, *, ema_decay=None):
       :class:`~jaxkit.train.TrainState`, ``batch`` what the loss function takes.
 
     Raises:
-      TypeError: ``tx`` is no transformation, ``ema_decay`` no number; or, when called, an
-        entry of ``extras`` is not floating.
+      TypeError: ``estimator`` is no function, ``tx`` no transformation, one of them not hashable,
+        ``ema_decay`` no number; or, when called, an entry of ``extras`` is not floating.
       ValueError: ``ema_decay`` is out of range; or, when called, ``aux`` holds "loss", ``extras``
         holds "value", the model state in ``aux`` is not like the one in ``state``, or ``state``
         has an average and the step has none.
@@ -64,13 +65,17 @@ def make_step(estimator, tx, *, ema_decay=None):
 
     Cost: one estimate and one update.
     """
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise TypeError(f"tx must be an optax transformation, got {type(tx).__name__}.")
+    _check.function("estimator", estimator)
+    _check.transformation("tx", tx)
     if ema_decay is not None:
         ema_decay = float(_check.between("ema_decay", ema_decay, 0, 1))
     parts = estimator, tx, ema_decay
     # Transformations are tuples: two kinds of them with the same functions are equal.
     known = *parts, type(tx)
+    try:
+        hash(known)
+    except TypeError as error:
+        raise TypeError(f"estimator and tx must be hashable, got {error}.") from error
     step = _STEPS.get(known)
     if step is None:
         step = _STEPS[known] = _make_step(*parts)
@@ -79,6 +84,7 @@ def make_step(estimator, tx, *, ema_decay=None):
 
 def start(step, state):
     """Returns ``state`` as ``step`` returns it: with a weight average if the step keeps one."""
+    _check.function("step", step)
     return getattr(step, "start", lambda state: state)(state)
 
 
@@ -88,6 +94,8 @@ def _make_step(estimator, tx, ema_decay):
     update = tx.update if is_multi else optax.with_extra_args_support(tx).update
 
     def start(state):
+        if not isinstance(state, TrainState):
+            raise TypeError(f"state must be a TrainState, got {type(state).__name__}.")
         if ema_decay is None:
             if state.ema_params is not None:
                 raise ValueError(

@@ -243,6 +243,44 @@ def test_inside_a_users_shard_map(kind):
         assert_close(jax.jit(some)(placed), want, 1e-5)
 
 
+def _inside(tx, params, specs, vary, mesh):
+    """Updates in a user's shard_map; leaves named in ``vary`` differ from device to device."""
+
+    def update(params):
+        shift = jax.lax.axis_index("data").astype(jnp.float32)
+        grads = {k: {"kernel": x["kernel"] + shift} if k in vary else x for k, x in params.items()}
+        return tx.update(grads, tx.init(params))[0]
+
+    out = {k: {"kernel": P("data") if k in vary else s["kernel"]} for k, s in specs.items()}
+    return jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=out))(params)
+
+
+def test_leaves_that_vary_and_leaves_that_do_not_share_no_bucket():
+    """In a user's shard_map a replicated leaf stays so beside one of its shape that varies."""
+    params, specs = _params([(64, 32)] * 2), _tree([P(), P()])
+    mesh, tx = _mesh("auto"), spectral.scale_by_spectral()
+    placed, _ = _place(mesh, params, specs)
+    got = _inside(tx, placed, specs, {"w0"}, mesh)
+    want, _ = tx.update(params, tx.init(params))
+    assert_close(got["w1"]["kernel"], want["w1"]["kernel"], 1e-5)
+    shifted = {"w": params["w0"]["kernel"] + 3}
+    last, _ = tx.update(shifted, tx.init(shifted))
+    assert_close(got["w0"]["kernel"][-64:], last["w"], 1e-5)
+
+
+def test_distributed_gradients_without_their_mean_are_refused():
+    """Devices must not share the work on matrices that differ from one to the other."""
+    params, specs = _params([(64, 32)]), _tree([P()])
+    mesh = _mesh("auto")
+    placed, _ = _place(mesh, params, specs)
+    tx = spectral.scale_by_spectral(sharding=specs, distribute=("data",))
+    with pytest.raises(ValueError, match=r"got w0/kernel, which varies over \['data'\]"):
+        _inside(tx, placed, specs, {"w0"}, mesh)
+    single = spectral.scale_by_spectral()
+    want, _ = single.update(params, single.init(params))
+    assert_close(_inside(tx, placed, specs, set(), mesh), want, 1e-5)
+
+
 def test_fused_leaf_inside_a_users_shard_map_scales_its_own_part():
     """Where the cut axis is split by hand, every device finds its part of the scales."""
     params = _params([(8, 32)])

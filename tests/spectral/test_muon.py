@@ -279,6 +279,15 @@ def test_bad_options_are_named():
     for rates in ({"learning_rate": None}, {"learning_rate": 1.0, "other_learning_rate": "0.1"}):
         with pytest.raises(TypeError, match="learning_rate must be a number, got"):
             spectral.muon(**rates)
+    for options, match in (
+        ({"other": 0.1}, "other must be an optax transformation, got float"),
+        ({"weight_decay": "0.1"}, "weight_decay must be a number, got '0.1'"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            spectral.muon(1.0, **options)
+    for options in ({"overrides": ["kernel"]}, {"rules": ["kernel"]}):
+        with pytest.raises(TypeError, match=r"must be a mapping, got \['kernel'\]"):
+            spectral.muon(1.0, **options).init(_block())
     with pytest.raises(TypeError, match="rows/ids must be real floating.*got int32"):
         spectral.muon(1.0).init({"rows": {"ids": jnp.ones(3, jnp.int32)}})
     with pytest.raises(ValueError, match="'x'"):

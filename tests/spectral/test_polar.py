@@ -170,11 +170,11 @@ def test_rank_one_is_only_scaled(method):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
 def test_scale_free_from_tiny_to_huge(method, dtype):
-    """c X has the factor of X for c from 1e-30 to 1e30, powers of two so that nothing rounds."""
+    """c X has the factor of X for c from 2e-35 to 4e37, powers of two so that nothing rounds."""
     x = jnp.asarray(_matrix(6, 9), dtype)
     fun = jax.jit(lambda x: spectral.polar(x, method))
     want = fun(x)
-    for power in (-100, -60, 60, 100):
+    for power in (-115, -60, 60, 100, 125):
         np.testing.assert_array_equal(fun(x * jnp.asarray(2.0**power, dtype)), want)
 
 
@@ -270,7 +270,9 @@ def test_small_products_of_the_gram_form_are_at_the_highest_precision():
         ((jnp.ones((2, 2)), "qdwh", "you"), {}, ValueError, "coefficients='you'.*method='qdwh'"),
         ((jnp.ones((2, 2)), "eigh", np.ones((2, 3))), {}, ValueError, "coefficients=array"),
         ((jnp.ones((2, 2)), "eigh"), {"steps": 3}, ValueError, "steps=3 with method='eigh'"),
-        ((jnp.ones((2, 2)),), {"dtype": jnp.int8}, TypeError, "dtype must be real floating"),
+        ((jnp.ones((2, 2)), "eigh"), {"dtype": jnp.bfloat16}, ValueError, "dtype=.*bfloat16"),
+        ((jnp.ones((2, 2)), "qdwh"), {"precision": "highest"}, ValueError, "precision='highest'"),
+        ((jnp.ones((2, 2)),), {"dtype": jnp.int8}, TypeError, "dtype must be a real floating"),
         ((jnp.ones((2, 2)),), {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     ],
 )

@@ -306,7 +306,10 @@ def test_what_does_not_fit_a_rule_is_named():
         ({"b1": -0.1}, ValueError, "got -0.1"),
         ({"b1": "0.9"}, TypeError, "b1 must be a number, got '0.9'"),
         ({"eps": -1.0}, ValueError, r"eps must be in \[0.0, inf\), got -1.0"),
-        ({"alpha": 1.0, "scale": "unit_rms"}, ValueError, "needs alpha=0, got alpha=1.0"),
+        ({"alpha": 1.0, "scale": "unit_rms"}, ValueError, "needs a static alpha=0, got alpha=1.0"),
+        ({"alpha": "1"}, TypeError, "alpha must be a number, got '1'"),
+        ({"mu_dtype": jnp.int8}, TypeError, "mu_dtype must be a real floating dtype or None"),
+        ({"mu_dtype": "wide"}, TypeError, "mu_dtype must be .*, got 'wide'"),
         ({"distribute": ("a", "a")}, ValueError, r"each mesh axis once, got \('a', 'a'\)"),
         ({"sharding": {"x": 3}}, TypeError, "sharding at x must be a NamedSharding.*got int"),
     ],
@@ -315,3 +318,20 @@ def test_bad_options_are_named(kwargs, error, match):
     """Static arguments are checked by the factory."""
     with pytest.raises(error, match=match):
         spectral.scale_by_spectral(**kwargs)
+
+
+def test_gradients_must_be_shaped_like_the_params():
+    """What could be broadcast to the momentum is an error that names the leaf and both shapes."""
+    tx = spectral.scale_by_spectral()
+    state = tx.init({"w": jnp.ones((3, 4))})
+    with pytest.raises(ValueError, match=r"wanted \(3, 4\) at w, got \(1, 4\)"):
+        tx.update({"w": jnp.ones((1, 4))}, state)
+
+
+def test_an_array_as_eps_meets_float64():
+    """A hyperparameter takes the dtype of what it meets, also under strict promotion."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        grads = {"w": jnp.asarray(np.diag([3.0, 1.0]))}
+        tx = spectral.scale_by_spectral(alpha=1.0, eps=jnp.float32(1e-8), b1=0.0, scale="none")
+        update, _ = tx.update(grads, tx.init(grads))
+    assert update["w"].dtype == jnp.float64

@@ -207,7 +207,7 @@ def test_an_iterable_that_ends_early_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (ValueError, "num_steps must be at least 1, got 0", {"num_steps": 0}),
+        (ValueError, "num_steps must be at least 0, got -1", {"num_steps": -1}),
         (TypeError, "num_steps must be a static whole number, got 2.0", {"num_steps": 2.0}),
         (ValueError, "log_every must be at least 1, got 0", {"log_every": 0}),
         (ValueError, "keep must be at least 1, got 0", {"keep": 0}),
@@ -227,7 +227,7 @@ def test_an_iterable_that_ends_early_is_named(tmp_path):
         (ValueError, "best_mode must be one of 'min', 'max', got 'low'", {"best_mode": "low"}),
         (TypeError, "batches must be a function .* got dict", {"batches": {"x": np.ones((8, 3))}}),
         (TypeError, "batches must be a function .* got int", {"batches": 3}),
-        (TypeError, "eval_fn must be a function or None, got dict", {"eval_fn": {}}),
+        (TypeError, "eval_fn must be a function, got dict", {"eval_fn": {}}),
         (TypeError, "state must be a TrainState, got dict", {"state": {"w": np.ones(3)}}),
         (TypeError, "eval_fn must return a dict, got float", {"eval_fn": lambda s: 1.0}),
         (TypeError, r"real scalars .* at \['a'\]", {"eval_fn": lambda s: {"a": s.params}}),
@@ -241,6 +241,23 @@ def test_bad_input(error, message, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         RUN.small(**options)
+
+
+def test_no_steps_return_the_state_as_it_is():
+    """Zero steps in all do nothing and log nothing, as in fit."""
+    state, history = RUN.small(0)
+    assert int(state.step) == 0 and history == []
+
+
+def test_a_batch_of_states_and_metrics_without_a_loss_are_refused():
+    """The loop trains one state and watches its loss; the messages say what they found."""
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), RUN.small_state())
+    with pytest.raises(ValueError, match=r"state.step must have shape \[\], got \(2,\)"):
+        RUN.small(state=many)
+    for metrics, got in (({"error": 1.0}, r"\['error'\]"), (jnp.float32(1), "ArrayImpl")):
+        step = lambda state, batch, metrics=metrics: (state, metrics)  # noqa: E731
+        with pytest.raises(ValueError, match=f"metrics with 'loss', got {got}"):
+            train.loop(step, RUN.small_state(), RUN.ones, num_steps=1, progress=False)
 
 
 def test_step_must_be_a_function():

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkit import train
+from jaxkit import spectral, train
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
@@ -119,6 +119,22 @@ def test_leaves_outside_the_mesh_of_the_params_are_put_on_it(axis_type):
     assert state.step.is_fully_replicated and state.params["b"].is_fully_replicated
     assert len(set(pointers(state))) == len(pointers(state))
     assert isinstance(params["b"].sharding, SingleDeviceSharding)
+
+
+def test_leaves_follow_params_to_the_device_that_was_chosen_for_them():
+    """Beside params that are committed to a device nothing stays elsewhere; others are free."""
+    device = jax.devices()[3]
+    state = train.create(jax.device_put(PARAMS, device), optax.adam(1e-3), KEY)
+    assert {(x.committed, *x.devices()) for x in jax.tree.leaves(state)} == {(True, device)}
+    free = train.create(PARAMS, optax.adam(1e-3), KEY)
+    assert not any(x.committed for x in jax.tree.leaves(free))
+
+
+def test_numbers_and_wide_numpy_arrays_are_params_too():
+    """Python numbers and float64 NumPy arrays become float32 for the optimizer's init as well."""
+    params = {"w": np.ones((3, 4)), "b": 2.0}
+    state = train.create(params, spectral.muon(0.1), KEY)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
 def test_params_on_two_meshes_are_refused():

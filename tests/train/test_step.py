@@ -222,7 +222,7 @@ def test_estimates_that_cannot_be_used_are_refused(estimator, error, match):
     ("tx", "decay", "error", "match"),
     [
         (None, None, TypeError, "an optax transformation, got NoneType"),
-        (lambda g: g, None, TypeError, "an optax transformation, got function"),
+        (loss_fn, None, TypeError, "an optax transformation, got loss_fn"),
         (optax.sgd(0.1), 1.0, ValueError, r"ema_decay must be in \[0, 1\), got 1.0"),
         (optax.sgd(0.1), -0.1, ValueError, "got -0.1"),
         (optax.sgd(0.1), "0.9", TypeError, "ema_decay must be a number, got '0.9'"),
@@ -232,6 +232,37 @@ def test_bad_parts_are_refused_when_the_step_is_made(tx, decay, error, match):
     """What is no optimizer and a decay out of range raise at once."""
     with pytest.raises(error, match=match):
         train.make_step(train.backprop(loss_fn), tx, ema_decay=decay)
+
+
+def test_swapped_or_unfit_parts_are_named():
+    """What cannot be called or hashed, and a factory in place of its result, raise at once."""
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, key, params, opt_state, batch):
+            raise AssertionError
+
+    for estimator, tx, match in (
+        (3, optax.sgd(0.1), "estimator must be a function, got int"),
+        (optax.sgd(0.1), train.backprop(loss_fn), "estimator must be a function, got Gradient"),
+        (train.backprop(loss_fn), optax.sgd, "tx must be an optax transformation, got sgd"),
+        (Unhashable(), optax.sgd(0.1), "estimator and tx must be hashable, got .*Unhashable"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            train.make_step(estimator, tx)
+    for make, match in (
+        (lambda: train.backprop(3), "loss_fn must be a function, got int"),
+        (lambda: train.accumulate(2, train.backprop(loss_fn)), "inner must be a function, got int"),
+        (lambda: train.create(PARAMS, optax.sgd, KEY), "tx must be an optax .*, got sgd"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            make()
+    step = train.make_step(train.backprop(loss_fn), optax.sgd(0.1))
+    with pytest.raises(TypeError, match="state must be a TrainState, got dict"):
+        train.fit(step, PARAMS, None, 1)
+    with pytest.raises(TypeError, match="step must be a function, got TrainState"):
+        train.fit(train.create(PARAMS, optax.sgd(0.1), KEY), step, None, 1)
 
 
 def test_kinds_of_transformation_do_not_share_a_step():
