@@ -192,10 +192,10 @@ def _divide_by_largest(x, axis_names=()):
     largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=(-2, -1), keepdims=True)
     if axis_names:
         largest = jax.lax.pmax(largest, axis_names)
-    divisor = jnp.where(largest == 0, 1, jnp.where(jnp.isinf(largest), jnp.nan, largest))
     # The compiler multiplies by the reciprocal of the divisor, which must not be subnormal.
-    tame = jnp.where(largest > 1, 2.0**-4, 1).astype(x.dtype)
-    return x * tame / (divisor * tame), largest == 0
+    size = jnp.minimum(largest, 2.0 ** (jnp.finfo(x.dtype).maxexp * 3 // 4))
+    divisor = jnp.where(largest == 0, 1, jnp.where(jnp.isinf(largest), jnp.nan, size))
+    return x / divisor, largest == 0
 
 
 def _dot(a, b, precision=None):
