@@ -43,11 +43,15 @@ def count(name, value, /, *, minimum=1):
     return int(value)
 
 
-def between(name, value, low, high, /):
-    """Checks ``low <= value < high`` where ``value`` is a Python number; traced values pass."""
+def between(name, value, low, high, /, *, closed=True):
+    """Checks ``low <= value < high`` where ``value`` is a Python number; traced values pass.
+
+    ``closed=False`` leaves ``low`` out too.
+    """
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        if not low <= value < high:
-            raise ValueError(f"{name} must be in [{low}, {high}), got {value}.")
+        if not low <= value < high or (value == low and not closed):
+            bracket = "[" if closed else "("
+            raise ValueError(f"{name} must be in {bracket}{low}, {high}), got {value}.")
     elif not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     return value

@@ -1,4 +1,4 @@
-"""What several test files share: real digits in batches, equality, and two processes."""
+"""What several test files share: real digits in batches, equality, meshes and two processes."""
 
 import functools
 import os
@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @functools.cache
@@ -46,6 +50,37 @@ def assert_close(got, want, rtol):
     """Checks each leaf to ``rtol`` of its largest entry."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
+
+
+def make_mesh(kind, sizes=(4, 2), names=("data", "model")):
+    """Returns a mesh of the CPU devices, all axes of one of the ``KINDS``."""
+    return jax.make_mesh(sizes, names, axis_types=(KINDS[kind],) * len(names))
+
+
+def is_spec(x):
+    """Says whether ``x`` is a leaf of a tree of specs, of which each is a tuple too."""
+    return isinstance(x, PartitionSpec)
+
+
+def place(mesh, tree, specs):
+    """Returns ``tree`` on the mesh, by a tree of specs, and its shardings."""
+    named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.device_put(tree, named), named
+
+
+def assert_same_layout(got, want):
+    """Checks that each leaf lies where the one of ``want`` lies, which may be a sharding."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        y = getattr(y, "sharding", y)
+        assert x.sharding.is_equivalent_to(y, x.ndim), (x.sharding, y)
+
+
+def compile_quickly(fun, *args):
+    """Returns ``fun`` compiled for ``args``: slow to run, up to four times as quick to compile."""
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    if jax.__version_info__ < (0, 11):  # later ones do not have it
+        quick["xla_cpu_use_fusion_emitters"] = False
+    return jax.jit(fun).lower(*args).compile(compiler_options=quick)
 
 
 JOIN = """

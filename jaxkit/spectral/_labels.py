@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkit import _check
-from jaxkit.spectral._matrix_spec import MatrixSpec, matrix_shape, resolve_spec
+from jaxkit.spectral._matrix_spec import MatrixSpec, resolve_spec
 from jaxkit.spectral._roles import (
-    HIDDEN_ROLES,
     ROLES,
     default_spec,
     find_role,
@@ -28,40 +27,6 @@ class Assignment(NamedTuple):
     dtype: Any
     role: str
     spec: MatrixSpec | None
-
-
-class Row(NamedTuple):
-    """One line of the table that :func:`describe` returns.
-
-    Attributes:
-      path: where the leaf is, such as ``mlp/up/kernel``.
-      shape: its shape.
-      role: what :func:`label_params` calls it.
-      spec: its resolved :class:`MatrixSpec`, or None for a leaf that is no matrix.
-      rule: which rule its role gets.
-      num_matrices: how many matrices it holds, 0 without a spec.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    role: str
-    spec: MatrixSpec | None
-    rule: str
-    num_matrices: int
-
-
-class Table(tuple):
-    """A tuple of :class:`Row` that prints as aligned text."""
-
-    __slots__ = ()
-
-    def __str__(self):
-        cells = [Row._fields, *(["-" if x is None else str(x) for x in row] for row in self)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        )
 
 
 def label_params(params, *, rules=None, overrides=None, strict=False):
@@ -126,47 +91,6 @@ def label_params(params, *, rules=None, overrides=None, strict=False):
     """
     found = assign(params, rules=rules, overrides=overrides, strict=strict)
     return jax.tree.structure(params).unflatten([leaf.role for leaf in found])
-
-
-def describe(params, *, rules=None, overrides=None, rule_of_role=None):
-    """Returns the table of all leaves: path, shape, role, axes, rule and number of matrices.
-
-    Args:
-      params: any tree of arrays or ``jax.ShapeDtypeStruct``.
-      rules: as in :func:`label_params`, static.
-      overrides: as in :func:`label_params`, static.
-      rule_of_role: mapping from a role to the text of its rule, static. Roles left out have the
-        rule of :func:`muon`: ``other`` for embedding, lm_head, router and other, else ``polar``.
-
-    Returns:
-      Tuple of rows ``(path, shape, role, spec, rule, num_matrices)`` in leaf order, which prints
-      as aligned text.
-
-    Raises:
-      ValueError: as :func:`label_params`, or ``rule_of_role`` has an unknown role.
-      TypeError: as :func:`label_params`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxkit import spectral
-      >>> params = {"query": {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))}}
-      >>> print(spectral.describe(params))
-      path          shape      role          spec                        rule   num_matrices
-      query/bias    (2, 4)     other         -                           other  0
-      query/kernel  (8, 2, 4)  attention_in  unit 2; feature 0; batch 1  polar  2
-
-    Source: derived here.
-
-    Cost: host time linear in the number of leaves; no array is read.
-    """
-    rule = {role: "polar" if role in HIDDEN_ROLES else "other" for role in ROLES}
-    for role, name in _check.mapping("rule_of_role", rule_of_role).items():
-        rule[_check.choice("rule_of_role", role, ROLES)] = name
-    rows = []
-    for path, shape, _, role, spec in assign(params, rules=rules, overrides=overrides):
-        num = sum(num for num, _, _ in matrix_shape(spec, shape)) if spec else 0
-        rows.append(Row(path, shape, role, spec, rule[role], num))
-    return Table(rows)
 
 
 def assign(params, *, rules=None, overrides=None, strict=False):

@@ -28,11 +28,13 @@ class MatrixSpec(NamedTuple):
         a fused query-key-value kernel ``(d, dq + dk + dv)``: ``((dq, dk, dv), 1)``.
       interleave: unit ``i`` belongs to matrix ``i % interleave``, static. 2 for a fused
         gate-and-up leaf whose units come in pairs.
+      pair: the parts are not matrices of their own but one: row ``i`` of it is unit ``i`` of every
+        part, one after the other, static. For a fused gate-and-up leaf, whose neuron owns both.
 
     Example:
       >>> from jaxkit import spectral
       >>> spectral.MatrixSpec(unit=2, feature=0, batch=1)  # (d, heads, head_dim), per head
-      MatrixSpec(unit=2, feature=0, batch=1, split=None, interleave=1)
+      MatrixSpec(unit=2, feature=0, batch=1, split=None, interleave=1, pair=False)
 
     Source: derived here.
 
@@ -44,6 +46,7 @@ class MatrixSpec(NamedTuple):
     batch: int | tuple[int, ...] = ()
     split: tuple[tuple[int, ...], int] | None = None
     interleave: int = 1
+    pair: bool = False
 
     def __str__(self):
         axes = [
@@ -55,6 +58,8 @@ class MatrixSpec(NamedTuple):
             axes.append(f"split {','.join(map(str, self.split[0]))} on {self.split[1]}")
         if self.interleave != 1:
             axes.append(f"interleave {self.interleave}")
+        if self.pair:
+            axes.append("pair")
         return "; ".join(axes)
 
 
@@ -87,7 +92,11 @@ def resolve_spec(spec, shape, path):
     interleave = _whole(where, "interleave", spec.interleave)
     if interleave < 1:
         raise ValueError(f"{where} must have an interleave of at least 1, got {interleave}.")
-    resolved = MatrixSpec(**axes, split=_split(where, spec.split, shape), interleave=interleave)
+    resolved = MatrixSpec(
+        **axes, split=_split(where, spec.split, shape), interleave=interleave, pair=bool(spec.pair)
+    )
+    if spec.pair:
+        _check_pair(where, resolved)
     for part in part_shapes(resolved, shape):
         units = math.prod(part[axis] for axis in resolved.unit)
         if units % interleave:
@@ -129,8 +138,25 @@ def from_matrices(parts, spec, shape):
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, spec.split[1])
 
 
+def unpair(spec, shape):
+    """Returns the spec without ``pair`` and the shape in which the fused axis is cut in two."""
+    if not spec.pair:
+        return spec, tuple(shape)
+    (axis,) = spec.unit
+    parts = spec.interleave if spec.split is None else len(spec.split[0])
+    sizes = [shape[axis] // parts, parts]
+    unit, part = axis, axis + 1
+    if spec.split is not None:  # the parts lie one after the other: they are the slow axis
+        sizes, unit, part = sizes[::-1], part, unit
+    feature, batch = (
+        tuple(other + (other > axis) for other in axes) for axes in (spec.feature, spec.batch)
+    )
+    return MatrixSpec((unit,), (part, *feature), batch), (*shape[:axis], *sizes, *shape[axis + 1 :])
+
+
 def matrix_shape(spec, shape):
     """Returns ``(num_matrices, units, features)`` of every part of a leaf of ``shape``."""
+    spec, shape = unpair(spec, shape)
     out = []
     for part in part_shapes(spec, shape):
         batch, units, features = _sizes(spec, part)
@@ -157,6 +183,21 @@ def _sizes(spec, shape):
         tuple(shape[axis] for axis in axes) for axes in (spec.batch, spec.unit, spec.feature)
     )
     return batch, math.prod(units), math.prod(features)
+
+
+def _check_pair(where, spec):
+    """Checks that a fused axis can be cut into an axis of parts and one of units."""
+    sizes, axis = spec.split or ((), None)
+    if (spec.split is None) == (spec.interleave == 1):
+        raise ValueError(
+            f"{where} needs either split or interleave for pair=True, got split={spec.split} and "
+            f"interleave={spec.interleave}."
+        )
+    if len(spec.unit) > 1 or (axis is not None and axis not in spec.unit) or len(set(sizes)) > 1:
+        raise ValueError(
+            f"{where} needs one unit axis, cut into parts of one size, for pair=True, got "
+            f"unit={spec.unit} and split={spec.split}."
+        )
 
 
 def _whole(where, name, value):

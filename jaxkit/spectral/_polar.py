@@ -149,45 +149,94 @@ def check_matrix(name, x):
     return x
 
 
-def apply(settings, x, axis_names=()):
-    """Returns the polar factor of local whole matrices ``[..., m, n]``.
+class Damping(NamedTuple):
+    r"""What is added to the squares of the singular values: :math:`s / \sqrt{s^2 + d}`.
+
+    Attributes:
+      value: a number or ``[]``, at least 0.
+      relative: static; whether it is multiplied by the Frobenius norm of the Gram matrix.
+    """
+
+    value: object
+    relative: bool
+
+
+def apply(settings, x, axis_names=(), damping=None):
+    """Returns the polar factor of local whole matrices ``[..., m, n]``, damped or not.
 
     With ``axis_names`` the columns of ``x`` (its long side) are spread over these mesh axes, and
     only the Gram form's small matrix is summed over them.
     """
     if x.shape[-2] > x.shape[-1]:
-        return apply(settings, x.mT, axis_names).mT
-    out_dtype, method = x.dtype, settings.method
-    if axis_names or (method == "auto" and x.shape[-1] >= _GRAM_ASPECT * x.shape[-2]):
+        return apply(settings, x.mT, axis_names, damping).mT
+    out_dtype, method, cols = x.dtype, settings.method, x.shape[-1]
+    # Damping makes the matrix longer: see _lengthen.
+    length = cols + (x.shape[-2] if damping else 0)
+    if axis_names or (method == "auto" and length >= _GRAM_ASPECT * x.shape[-2]):
         method = "gram"
     if method in _EXACT:
-        wide = x.astype(_numerics.wide(x.dtype))
-        return _exact(_divide_by_largest(wide)[0], method).astype(out_dtype)
-    dtype = settings.product_dtype(x.dtype)
-    rows, cushion = _coefficients.resolve(
-        settings.coefficients, settings.steps, jnp.finfo(dtype).bits < 32
-    )
-    x = _normalize(x, cushion, axis_names).astype(dtype)
+        rows, cushion, dtype = None, 1, _numerics.wide(x.dtype)
+    else:
+        dtype = settings.product_dtype(x.dtype)
+        rows, cushion = _coefficients.resolve(
+            settings.coefficients, settings.steps, jnp.finfo(dtype).bits < 32
+        )
+    x, size, zero = _divide_by_largest(x.astype(_numerics.wide(x.dtype)), axis_names)
+    if rows is not None or damping:
+        x, damp = _normalize(x, size, zero, cushion, axis_names, damping)
+    x = x.astype(dtype)
+    if damping and damping.relative:
+        damp = damp * _gram_norm(x, settings.precision, axis_names)
     if method == "gram":
-        return _gram(x, rows, settings.precision, axis_names).astype(out_dtype)
-    return _newton_schulz(x, rows, settings.precision).astype(out_dtype)
+        damp = damp if damping else None
+        return _gram(x, rows, settings.precision, axis_names, damp).astype(out_dtype)
+    if damping:
+        x = _lengthen(x, damp)
+    factor = _exact(x, method) if rows is None else _newton_schulz(x, rows, settings.precision)
+    return factor[..., :cols].astype(out_dtype)
 
 
-def _normalize(x, cushion, axis_names):
-    """Divides each matrix by ``cushion`` times its Frobenius norm, in float32 or wider."""
-    x, zero = _divide_by_largest(x.astype(_numerics.wide(x.dtype)), axis_names)
+def _normalize(x, size, zero, cushion, axis_names, damping):
+    """Divides by ``cushion`` times the Frobenius norm, that of the lengthened matrix if damped.
+
+    Returns the quotient and the damping in its units, if relative still to be multiplied.
+    """
     # Not the trace of the Gram matrix: XLA on a CPU sums it in another order inside a loop.
     square = jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)
     if axis_names:
         square = jax.lax.psum(square, axis_names)
-    return x / (cushion * jnp.sqrt(jnp.where(zero, 1, square)))
+    square = jnp.where(zero, 1, square)
+    if damping is None:
+        return x / (cushion * jnp.sqrt(square)), None
+    value = jnp.asarray(damping.value).astype(x.dtype)
+    if damping.relative:
+        return x / (cushion * jnp.sqrt(square * (1 + value))), value
+    # In two steps, and bounded: far below the damping the factor is zero in any case.
+    value = jnp.minimum(value / size / size, 2.0 ** (jnp.finfo(x.dtype).maxexp * 3 // 4))
+    square = square + value
+    return x / (cushion * jnp.sqrt(square)), value / (cushion**2 * square)
+
+
+def _gram_norm(x, precision, axis_names):
+    """Returns the Frobenius norm of the Gram matrix of ``x``, ``[..., 1, 1]``."""
+    gram = _dot(x, x.mT, precision)  # merged by the compiler with that of the Gram form
+    if axis_names:
+        gram = jax.lax.psum(gram, axis_names)
+    square = jnp.sum(jnp.square(gram), axis=(-2, -1), keepdims=True)
+    return jnp.sqrt(jnp.where(square == 0, 1, square))
+
+
+def _lengthen(x, damp):
+    r"""Returns :math:`[X, \sqrt{d} I]`; the first columns of its polar factor are damped."""
+    root = jnp.where(damp == 0, 0, jnp.sqrt(jnp.where(damp == 0, 1, damp)))
+    return jnp.concatenate([x, (root * _eye(x)).astype(x.dtype)], axis=-1)
 
 
 def _divide_by_largest(x, axis_names=()):
     """Divides each matrix by its largest entry, so that no square over- or underflows.
 
     Everything behind it is scale-free: the derivative with respect to the divisor is zero.
-    Returns the quotient and which matrices are zero.
+    Returns the quotient, the divisor, and which matrices are zero.
     """
     largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=(-2, -1), keepdims=True)
     if axis_names:
@@ -195,7 +244,7 @@ def _divide_by_largest(x, axis_names=()):
     # The compiler multiplies by the reciprocal of the divisor, which must not be subnormal.
     size = jnp.minimum(largest, 2.0 ** (jnp.finfo(x.dtype).maxexp * 3 // 4))
     divisor = jnp.where(largest == 0, 1, jnp.where(jnp.isinf(largest), jnp.nan, size))
-    return x / divisor, largest == 0
+    return x / divisor, divisor, largest == 0
 
 
 def _dot(a, b, precision=None):
@@ -221,11 +270,12 @@ def _eye(x):
     return jnp.broadcast_to(eye, (*x.shape[:-1], x.shape[-2]))
 
 
-def _gram(x, rows, precision, axis_names):
+def _gram(x, rows, precision, axis_names, damp=None):
     """Runs the same polynomials on the Gram matrix; all its powers commute.
 
-    The restart before the third step multiplies the first two polynomials into ``x``: without it
-    rounding makes the Gram matrix of a badly conditioned ``x`` indefinite.
+    That of the lengthened matrix is ``damp`` larger. The restart before the third step multiplies
+    the first two polynomials into ``x``: without it rounding makes the Gram matrix of a badly
+    conditioned ``x`` indefinite.
     """
     dot = functools.partial(_dot, precision=_HIGHEST)
     eye, product = _eye(x), None
@@ -233,9 +283,12 @@ def _gram(x, rows, precision, axis_names):
         if i in (0, 2):
             if product is not None:
                 x = _dot(product.astype(x.dtype), x, precision).astype(x.dtype)
-            gram, product = _dot(x, x.mT, precision), None
+            gram = _dot(x, x.mT, precision)
             if axis_names:
                 gram = jax.lax.psum(gram, axis_names)
+            if damp is not None:
+                gram = gram + damp * (eye if product is None else dot(product, product))
+            product = None
         factor = b * gram + c * dot(gram, gram) + a * eye
         product = factor if product is None else dot(factor, product)
         if i != 1 and i + 1 < len(rows):  # not needed before the restart and at the end

@@ -1,26 +1,17 @@
 """The optax transformation of all spectral rules: momentum, one rule on every matrix, a scale."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxkit import _check, _numerics, _tree
-from jaxkit.spectral import _exchange, _polar
-from jaxkit.spectral._matrix_spec import matrix_shape
+from jaxkit.spectral import _exchange, _leaf, _polar, _rules
+from jaxkit.spectral._matrix_spec import unpair
 from jaxkit.spectral._placement import assign_whole, read_shardings
-
-RULES = ("polar",)
-SCALES = {
-    "none": lambda units, features: 1.0,
-    "muon": lambda units, features: math.sqrt(max(1.0, units / features)),
-    "spectral": lambda units, features: math.sqrt(units / features),
-    "rms": lambda units, features: 0.2 * math.sqrt(max(units, features)),
-    "unit_rms": lambda units, features: math.sqrt(max(units, features)),
-}
+from jaxkit.spectral._roles import leaves_with_parts
 
 
 class ScaleBySpectralState(NamedTuple):
@@ -28,12 +19,15 @@ class ScaleBySpectralState(NamedTuple):
 
     Attributes:
       step: number of updates so far, ``[]`` int32, saturating.
-      mu: average of past updates; tree, shapes and shardings of params, float32 or wider unless
-        ``mu_dtype`` says otherwise.
+      mu: average of past gradients, or of past factors with ``polar_first``; tree, shapes and
+        shardings of params, float32 or wider unless ``mu_dtype`` says otherwise.
+      nu_unit: for ``rule="normuon"`` the average of the squares of each row of the factor; tree of
+        params, shapes with 1 for the axes of the columns, float32 or wider. Else None.
     """
 
     step: jax.Array
     mu: optax.Updates
+    nu_unit: Any = None
 
 
 def scale_by_spectral(
@@ -42,9 +36,16 @@ def scale_by_spectral(
     b1=0.95,
     nesterov: bool = False,
     bias_correction: bool = False,
-    alpha=0.0,
-    eps: float = 1e-8,
-    scale: str = "rms",
+    alpha=None,
+    eps=1e-8,
+    eps_mode: str = "relative",
+    row_floor=None,
+    rows: str = "unit",
+    centered: bool = False,
+    polar_first: bool = False,
+    b2=None,
+    noise_damping=None,
+    scale="rms",
     method: str = "auto",
     coefficients="polar_express_5",
     steps: int | None = None,
@@ -55,30 +56,61 @@ def scale_by_spectral(
     overrides=None,
     sharding=None,
     distribute: tuple[str, ...] = (),
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Returns a transformation that applies a spectral rule to the momentum of every matrix.
 
     With the momentum :math:`M \leftarrow \beta M + (1 - \beta) G` of each leaf, seen as matrices
-    of ``[units, features]``, the update is :math:`s \, \nu^\alpha \, \mathrm{polar}(M)` with
-    :math:`\nu = \langle M, \mathrm{polar}(M) \rangle`. It is strict: every leaf must be made of
-    matrices. Use it behind ``optax.partition`` or ``optax.masked``, or take
-    :func:`~jaxkit.spectral.muon`, which does that for a whole model.
+    of ``[units, features]``, the update is :math:`s \, D(M)`, where the rule gives :math:`D`. It is
+    strict: every leaf must be made of matrices. Use it behind ``optax.partition`` or
+    ``optax.masked``, or take :func:`~jaxkit.spectral.muon` or
+    :func:`~jaxkit.spectral.symmetry_compatible`, which do that for a whole model.
+
+    ====================== =====================================================================
+    rule                   :math:`D(X)`, with :math:`\nu = \langle X, D(X) \rangle` at alpha 0
+    ====================== =====================================================================
+    polar                  :math:`\nu^\alpha \, \mathrm{polar}(X)`: Muon, PolarGrad, Scion
+    right_spectral         :math:`\nu^\alpha X (X^\top X + d I)^{-1/2}`
+    left_spectral          :math:`\nu^\alpha (X X^\top + d I)^{-1/2} X`, the same matrix
+    row_norm               :math:`X_i / (\lVert X_i \rVert + f)` for each row
+    row_then_polar         polar of the normalized rows, times :math:`\nu^\alpha` of these
+    polar_then_row         normalized rows of the polar factor; alpha cancels
+    normuon                polar, each row divided by its root mean square over the steps
+    sign                   the sign of every entry: no spectral rule, but Scion's for heads
+    ====================== =====================================================================
 
     Args:
-      rule: static; ``"polar"``.
+      rule: static; a name of the table.
       b1: momentum decay in [0, 1), a number or traced.
       nesterov: static; the rule sees :math:`\beta M + (1 - \beta) G` instead of :math:`M`.
       bias_correction: static; divides momentum by :math:`1 - \beta^t`, and with ``nesterov`` by
         :math:`1 - \beta^{t+1}` and the gradient by :math:`1 - \beta^t`, as
         ``optax.contrib.muon`` does. Without ``nesterov`` and with ``alpha=0`` it changes
         nothing.
-      alpha: exponent of the size :math:`\nu`, a number or traced: 0 is Muon, 1 is PolarGrad.
-      eps: lower bound of :math:`\nu`.
-      scale: static; the factor :math:`s` by matrix shape. ``"none"``: 1. ``"muon"``:
-        :math:`\sqrt{\max(1, units/features)}`. ``"spectral"``: :math:`\sqrt{units/features}`.
-        ``"rms"``: :math:`0.2 \sqrt{\max(units, features)}`, entries of root mean square 0.2 as
-        AdamW makes them, so that learning rates carry over. ``"unit_rms"``: five times that;
-        needs ``alpha=0``.
+      alpha: exponent of the size :math:`\nu`, a number or traced: 0 is Muon, 1 is PolarGrad. None
+        is a static 0, the only one for row_norm, normuon and sign.
+      eps: lower bound of :math:`\nu`; damping of the one-sided rules; with
+        ``eps_mode="absolute"`` the floor of the rows. A number or traced.
+      eps_mode: static; ``"relative"``: :math:`d` is eps times the Frobenius norm of
+        :math:`X X^\top`, :math:`f` is ``row_floor`` times the root mean square of the row norms.
+        ``"absolute"``: both are eps, as published; rules are then not scale-free.
+      row_floor: see ``eps_mode``, a number or traced; None: 0.1. Rows far below the others move
+        less: without it a row that gets no gradient any more keeps moving at full size until its
+        momentum has decayed to eps, some 200 steps.
+      rows: static; ``"unit"``, or ``"feature"`` for row rules on the columns, as suits the
+        down-projection of an MLP, whose features are its neurons.
+      centered: static; subtracts the mean over the rows before the rule and after it, as suits an
+        output head or router, where the same row added to all changes nothing.
+      polar_first: static; the momentum averages the factors of the gradients instead, and is
+        multiplied by :math:`\nu^\alpha` of the newest gradient.
+      b2: decay of the second moment of normuon in [0, 1), a number or traced; None: 0.95.
+      noise_damping: :math:`c \geq 0`, see ``noise_variance`` below, a number or traced; None: 4.
+      scale: static; the factor :math:`s` by matrix shape, or a function of ``(units, features)``.
+        ``"none"``: 1. ``"muon"``: :math:`\sqrt{\max(1, units/features)}`. ``"spectral"``:
+        :math:`\sqrt{units/features}`. ``"scion"``: the same, for a convolution with its channels
+        as features and divided by the area of its window. ``"unit_rms"``: entries of root mean
+        square 1, for a full-rank matrix; needs ``alpha=None``. ``"rms"``: a fifth of that, as
+        AdamW makes them, so that learning rates carry over; for polar this is
+        :math:`0.2 \sqrt{\max(units, features)}`.
       method: static; as in :func:`~jaxkit.spectral.polar`.
       coefficients: static; as in :func:`~jaxkit.spectral.polar`.
       steps: static; as in :func:`~jaxkit.spectral.polar`.
@@ -99,15 +131,21 @@ def scale_by_spectral(
         the matrices. Trades bytes for operations.
 
     Returns:
-      An ``optax.GradientTransformation``; its state is :class:`ScaleBySpectralState`. Updates
-      have the dtype of the incoming ones and the sharding of their leaf.
+      An ``optax.GradientTransformationExtraArgs``; its state is :class:`ScaleBySpectralState`.
+      Updates have the dtype of the incoming ones and the sharding of their leaf. ``update`` takes
+      ``noise_variance=``, None or the known variance :math:`v` of the noise in each entry of what
+      the rule sees, a number, ``[]``, or a tree of these like params: then polar, the one-sided
+      rules and normuon take :math:`X (X^\top X + c v m I)^{-1/2}` with the longer side :math:`m`,
+      which keeps noise out of the directions that hold nothing else. For gradients of variance
+      :math:`v_G` that is :math:`v = v_G (1 - \beta) / (1 + \beta)` without ``nesterov``.
 
     Raises:
       ValueError: an unknown ``rule``, ``scale``, ``method`` or table; a static number out of
-        range; and, naming the path, a leaf that is no matrix or has an empty axis, whose layout
-        cannot be told, that is not shaped like its momentum, or for which ``sharding`` has no
-        entry; ``distribute`` in an Auto mesh without ``sharding``, or for a leaf that varies
-        along such an axis of a surrounding ``shard_map``.
+        range; an option of another rule; and, naming the path, a leaf that is no matrix or has an
+        empty axis, whose layout cannot be told, that is not shaped like its momentum, or for
+        which ``sharding`` or ``noise_variance`` has no entry; ``distribute`` in an Auto mesh
+        without ``sharding``, or for a leaf that varies along such an axis of a surrounding
+        ``shard_map``; a paired leaf whose fused axis is sharded.
       TypeError: a leaf, ``dtype`` or ``mu_dtype`` that is not real floating, or an argument of
         another kind.
 
@@ -121,27 +159,34 @@ def scale_by_spectral(
       [[ 1.  0.]
        [ 0. -1.]]
 
-    Source: Muon (Keller Jordan), arXiv:2502.16982 (scale), arXiv:2505.21799 (alpha = 1),
-    arXiv:2605.18106 (the family). Differs: momentum is kept in float32 for 16-bit params;
-    statistics are per matrix, never over a stack.
+    Source: arXiv:2605.18106 (the family), Muon (Keller Jordan), arXiv:2502.16982 (scale "rms"),
+    arXiv:2505.21799 (alpha = 1), arXiv:2502.07529 (scale "scion"), arXiv:2510.05491 (normuon).
+    Differs: momentum is kept in float32 for 16-bit params; statistics are per matrix, never over
+    a stack; floors and damping are relative. Derived here: the relative floor of rows, the
+    one-sided rules being one, and the noise damping.
 
     Cost: :func:`~jaxkit.spectral.polar` of every matrix, in one batched call for each shape; one
-    array like params in memory. Sharded matrices cross the network once each way, in the dtype
-    of the products (one all-to-all for each bucket and direction), whatever their layout; a few
-    long matrices stay and only sum their small Gram matrix; sharded stacks send nothing.
+    array like params in memory. Damping takes the Gram form, which for square matrices costs a
+    quarter more. Sharded matrices cross the network once each way, in the dtype of the products
+    (one all-to-all for each bucket and direction), whatever their layout; a few long matrices
+    stay and only sum their small Gram matrix; sharded stacks send nothing. Rows are normalized
+    where they lie: that sums one number a row where rows are split, centering one row where
+    units are, and a relative floor or normuon a few numbers a matrix.
     """
-    _check.choice("rule", rule, RULES)
-    _check.choice("scale", scale, tuple(SCALES))
+    rule = _rules.make_rule(
+        rule,
+        alpha=alpha,
+        eps=eps,
+        eps_mode=eps_mode,
+        row_floor=row_floor,
+        rows=rows,
+        centered=centered,
+        b2=b2,
+    )
+    _rules.check_scale(scale, rule)
+    noise_damping = _rules.check_noise(rule, noise_damping)
     _check.between("b1", b1, 0.0, 1.0)
-    _check.between("eps", eps, 0.0, math.inf)
-    _check.between("alpha", alpha, -math.inf, math.inf)
     _check.floating("mu_dtype", mu_dtype)
-    no_alpha = isinstance(alpha, int | float) and alpha == 0
-    if scale == "unit_rms" and not no_alpha:
-        raise ValueError(
-            f"scale='unit_rms' needs a static alpha=0, got alpha={alpha} (inject_hyperparams takes "
-            "static_args='alpha')."
-        )
     settings = _polar.make_settings(method, coefficients, steps, dtype, precision)
     distribute = (distribute,) if isinstance(distribute, str) else tuple(distribute)
     if len(set(distribute)) < len(distribute):
@@ -149,91 +194,164 @@ def scale_by_spectral(
     shardings = read_shardings(sharding)
 
     def plan(tree):
-        found, places = assign_whole(tree, shardings, distribute, rules=rules, overrides=overrides)
-        for item in found:
+        items, places = assign_whole(tree, shardings, distribute, rules=rules, overrides=overrides)
+        for item in items:
             _check_leaf(item)
-        return found, places
+        opened = [_open(item, place) for item, place in zip(items, places, strict=True)]
+        views = [_leaf.view_of(item, place, rule.rows) for item, place in opened]
+        return items, views
 
     def init(params):
-        plan(params)
-        return ScaleBySpectralState(jnp.zeros([], jnp.int32), _zero_momentum(params, mu_dtype))
+        _, views = plan(params)
+        mu = jax.tree.map(
+            lambda x: _tree.zeros_like(x, mu_dtype or _numerics.wide(x.dtype)), params
+        )
+        nu_unit = None
+        if rule.has_row_state:
+            leaves, treedef = jax.tree.flatten(mu)
+            pairs = zip(leaves, views, strict=True)
+            nu_unit = treedef.unflatten(_row_zeros(x, view) for x, view in pairs)
+        return ScaleBySpectralState(jnp.zeros([], jnp.int32), mu, nu_unit)
 
-    def apply_rule(x, axis_names=()):
-        factor = _polar.apply(settings, x, axis_names)
-        if no_alpha:
-            return factor
-        wide = _numerics.wide(x.dtype)
-        nu = jnp.sum(x.astype(wide) * factor.astype(wide), axis=(-2, -1), keepdims=True)
-        if axis_names:
-            nu = jax.lax.psum(nu, axis_names)
-        size = jnp.maximum(nu, _as(eps, wide)) ** _as(alpha, wide)
-        return (size * factor.astype(wide)).astype(factor.dtype)
+    # With polar_first the size is that of the newest gradient, and is multiplied on at the end.
+    inner = rule._replace(alpha=None) if polar_first else rule
 
-    def update(updates, state, params=None):
-        del params
-        found, places = plan(updates)
+    def directions(xs, dtypes, views, variances, nu_units):
+        """Returns the rule's direction for each leaf, and the new states of its rows."""
+        xs = [inner.before(_leaf.opened(x, view), view) for x, view in zip(xs, views, strict=True)]
+        sizes = None
+        if variances is not None:
+            xs, sizes = _leaf.over_noise(xs, views, variances, noise_damping)
+        if inner.has_polar:
+            # What a 16-bit product would round anyway crosses the network in 16 bits, unless it
+            # would lose its range before the input is normalized.
+            products = [settings.product_dtype(dtype) for dtype in dtypes]
+            xs = _exchange.map_matrices(
+                lambda x, axis_names=(): inner.inside(settings, x, axis_names, sizes is not None),
+                [_narrow(x, product) for x, product in zip(xs, products, strict=True)],
+                [view.spec for view in views],
+                placements=[view.place for view in views],
+                distribute=distribute,
+                in_place=method in ("auto", "gram"),
+            )
+        xs = [x.astype(_numerics.wide(x.dtype)) for x in xs]
+        if sizes is not None and inner.alpha is not None:
+            xs = [x * s ** _rules.as_dtype(alpha, x.dtype) for x, s in zip(xs, sizes, strict=True)]
+        if inner.has_row_state:
+            pairs = [inner.equalize(*args) for args in zip(xs, nu_units, views, strict=True)]
+            xs, nu_units = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+        return [inner.after(x, view) for x, view in zip(xs, views, strict=True)], nu_units
+
+    def update(updates, state, params=None, *, noise_variance=None, **extra):
+        del params, extra
+        items, views = plan(updates)
         _check_like_momentum(updates, state.mu)
         step = optax.safe_increment(state.step)
-        mu = jax.tree.map(lambda m, g: _average(m, g, b1), state.mu, updates)
         grads, treedef = jax.tree.flatten(updates)
-        seen = [
-            _look(m, g, b1, step, nesterov, bias_correction)
-            for m, g in zip(treedef.flatten_up_to(mu), grads, strict=True)
-        ]
-        # What a 16-bit product would round anyway crosses the network in 16 bits, unless it would
-        # lose its range before the input is normalized.
-        sent = []
-        for x, g in zip(seen, grads, strict=True):
-            product = settings.product_dtype(g.dtype)
-            sent.append(x.astype(product) if _same_range(product, x.dtype) else x)
-        done = _exchange.map_matrices(
-            apply_rule,
-            sent,
-            [item.spec for item in found],
-            placements=places,
-            distribute=distribute,
-            in_place=method in ("auto", "gram"),
-        )
+        dtypes = [g.dtype for g in grads]
+        old = treedef.flatten_up_to(state.mu)
+        nu_units = treedef.flatten_up_to(state.nu_unit) if rule.has_row_state else None
+        variances = _variances(noise_variance, rule, items)
+
+        def average(xs):
+            mu = [_average(m, x, b1) for m, x in zip(old, xs, strict=True)]
+            pairs = zip(mu, xs, strict=True)
+            return mu, [_look(m, x, b1, step, nesterov, bias_correction) for m, x in pairs]
+
+        if polar_first:
+            factors, nu_units = directions(grads, dtypes, views, variances, nu_units)
+            mu, out = average([x.reshape(g.shape) for x, g in zip(factors, grads, strict=True)])
+            out = [_leaf.opened(x, view) for x, view in zip(out, views, strict=True)]
+            if rule.alpha is not None:
+                newest = zip(out, grads, factors, views, strict=True)
+                out = [x * _newest_size(rule, g, factor, view) for x, g, factor, view in newest]
+        else:
+            mu, seen = average(grads)
+            out, nu_units = directions(seen, dtypes, views, variances, nu_units)
         out = [
-            (_scaled(y.astype(_numerics.wide(y.dtype)), item, place, scale)).astype(g.dtype)
-            for y, g, item, place in zip(done, grads, found, places, strict=True)
+            _scaled(x, scale, rule, item, view).astype(g.dtype).reshape(g.shape)
+            for x, item, view, g in zip(out, items, views, grads, strict=True)
         ]
-        return treedef.unflatten(out), ScaleBySpectralState(step, mu)
+        if rule.has_row_state:
+            nu_units = treedef.unflatten(nu_units)
+        return treedef.unflatten(out), ScaleBySpectralState(step, treedef.unflatten(mu), nu_units)
 
-    return optax.GradientTransformation(init, update)
-
-
-def _as(value, dtype):
-    """Gives a traced hyperparameter the dtype of what it meets; Python numbers are weak anyway."""
-    return value if isinstance(value, int | float) else jnp.asarray(value).astype(dtype)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _same_range(narrow, dtype):
-    """Says whether ``narrow`` has the exponents of ``dtype``."""
-    return jnp.finfo(narrow).maxexp >= jnp.finfo(dtype).maxexp
+def _open(item, place):
+    """Returns a paired leaf's axes after its fused axis is cut in two; others as they are."""
+    spec, shape = unpair(item.spec, item.shape)
+    if spec is item.spec:
+        return item, place
+    (axis,) = item.spec.unit
+    names, size = place.axes[axis], shape[spec.unit[0]]
+    fits = spec.unit[0] == axis and (
+        place.mesh is None or size % math.prod(place.mesh.shape[name] for name in names) == 0
+    )
+    if names and not fits:
+        raise ValueError(
+            f"sharding must leave the fused axis {axis} of {item.path} whole, or its interleaved "
+            f"units must divide over the devices, got axes {names}."
+        )
+    cut = (names, ()) if spec.unit[0] == axis else ((), names)
+    place = place._replace(axes=(*place.axes[:axis], *cut, *place.axes[axis + 1 :]))
+    return item._replace(spec=spec, shape=shape), place
 
 
-def _zero_momentum(params, mu_dtype):
-    """Returns zeros that keep shardings, in ``mu_dtype`` or float32 or wider."""
-    return jax.tree.map(lambda x: _tree.zeros_like(x, mu_dtype or _numerics.wide(x.dtype)), params)
+def _narrow(x, dtype):
+    """Returns ``x`` in ``dtype`` if that has the exponents of its own."""
+    return x.astype(dtype) if jnp.finfo(dtype).maxexp >= jnp.finfo(x.dtype).maxexp else x
 
 
-def _average(m, g, b1):
-    """Returns ``b1 m + (1 - b1) g``, computed in float32 or wider."""
-    wide = _numerics.wide(m.dtype, g.dtype)
-    b1 = _as(b1, wide)
-    return (b1 * m.astype(wide) + (1 - b1) * g.astype(wide)).astype(m.dtype)
+def _row_zeros(x, view):
+    """Returns zeros, one for each row, that lie where the rows of ``x`` lie."""
+    x = _leaf.opened(x, view).astype(_numerics.wide(x.dtype))
+    return _leaf.total(x, view, view.columns) * 0
 
 
-def _look(m, g, b1, step, nesterov, bias_correction):
-    """Returns what the rule sees of momentum ``m`` (already averaged) and gradient ``g``."""
-    wide = _numerics.wide(m.dtype, g.dtype)
-    m, g, b1 = m.astype(wide), g.astype(wide), _as(b1, wide)
+def _average(m, x, b1):
+    """Returns ``b1 m + (1 - b1) x``, computed in float32 or wider."""
+    wide = _numerics.wide(m.dtype, x.dtype)
+    b1 = _rules.as_dtype(b1, wide)
+    return (b1 * m.astype(wide) + (1 - b1) * x.astype(wide)).astype(m.dtype)
+
+
+def _look(m, x, b1, step, nesterov, bias_correction):
+    """Returns the look-ahead of momentum ``m`` (already averaged), given the newest ``x``."""
+    wide = _numerics.wide(m.dtype, x.dtype)
+    m, x, b1 = m.astype(wide), x.astype(wide), _rules.as_dtype(b1, wide)
     if bias_correction:
         t = step.astype(wide)
         m = m / (1 - b1 ** (t + 1 if nesterov else t))
-        g = g / (1 - b1**t)
-    return b1 * m + (1 - b1) * g if nesterov else m
+        x = x / (1 - b1**t)
+    return b1 * m + (1 - b1) * x if nesterov else m
+
+
+def _newest_size(rule, grad, factor, view):
+    """Returns the size of the newest gradient of each matrix, for ``polar_first``."""
+    x = rule.before(_leaf.opened(grad, view), view)
+    return rule.size(_leaf.total(x * factor.astype(x.dtype), view, view.rows + view.columns))
+
+
+def _variances(given, rule, items):
+    """Returns the noise variance of each leaf, or None."""
+    if given is None or not items:
+        return None
+    _rules.check_noisy("noise_variance", rule)
+    found = dict(leaves_with_parts(given))
+    out = []
+    for item in items:
+        parts = () if () in found else tuple(item.path.split("/"))
+        if parts not in found:
+            paths = ", ".join("/".join(parts) for parts in found)
+            raise ValueError(f"noise_variance must have an entry for {item.path}, got {paths}.")
+        value = found[parts]
+        _check.shape(f"noise_variance of {item.path}", value, "")
+        if not isinstance(value, jax.Array):
+            _check.between(f"noise_variance of {item.path}", value, 0.0, math.inf)
+        out.append(value)
+    return out
 
 
 def _check_like_momentum(updates, mu):
@@ -262,16 +380,12 @@ def _check_leaf(item):
         )
 
 
-def _scaled(x, item, place, scale):
+def _scaled(x, scale, rule, item, view):
     """Multiplies by the scale of each matrix, which depends on the shape of the whole leaf."""
-    shapes = matrix_shape(item.spec, item.shape)
-    factors = [SCALES[scale](units, features) for _, units, features in shapes]
-    if len(set(factors)) == 1:
-        return x * factors[0]
-    sizes, axis = item.spec.split
-    factor = jnp.asarray(np.repeat(factors, sizes), x.dtype)
-    local = tuple(name for name in place.axes[axis] if name in place.manual)
-    if local:
-        start = jax.lax.axis_index(local) * x.shape[axis]
-        factor = jax.lax.dynamic_slice_in_dim(factor, start, x.shape[axis])
-    return x * factor.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+    window = 1
+    if item.role == "conv":  # (h, w, in, out), or (out, in, h, w)
+        feature = item.spec.feature
+        channels = feature[0] if item.spec.unit[0] < feature[0] else feature[-1]
+        window = math.prod(item.shape[axis] for axis in feature if axis != channels)
+    factors = [_rules.scale_of(scale, rule, *sizes[1:], window) for sizes in view.sizes()]
+    return x * view.by_part(factors, x.dtype)

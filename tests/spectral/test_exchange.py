@@ -5,21 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import assert_close, run_two_processes
+from problems import (
+    assert_close,
+    assert_same_layout,
+    both_kinds,
+    is_spec,
+    make_mesh,
+    place,
+    run_two_processes,
+)
 
 from benchmarks.collectives import collective_bytes
 from jaxkit import spectral
 from jaxkit.spectral import MatrixSpec
-
-KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-both_kinds = pytest.mark.parametrize("kind", KINDS)
-is_spec = lambda x: isinstance(x, P)  # noqa: E731
-
-
-def _mesh(kind, sizes=(4, 2), names=("data", "model")):
-    return jax.make_mesh(sizes, names, axis_types=(KINDS[kind],) * len(names))
 
 
 def _params(shapes, seed=0):
@@ -31,21 +31,11 @@ def _tree(specs):
     return {f"w{i}": {"kernel": spec} for i, spec in enumerate(specs)}
 
 
-def _place(mesh, params, specs):
-    named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-    return jax.device_put(params, named), named
-
-
-def _same_layout(got, want):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (x.sharding, y.sharding)
-
-
 # One batched program and another round differently; the rest of 1e-5 is room for that.
 def _check(kind, shapes, specs, *, collectives, distribute=(), **options):
     """Compares with one device, checks layouts, and returns the kinds of collectives."""
-    mesh, params = _mesh(kind), _params(shapes)
-    placed, named = _place(mesh, params, _tree(specs))
+    mesh, params = make_mesh(kind), _params(shapes)
+    placed, named = place(mesh, params, _tree(specs))
     single = spectral.scale_by_spectral(**options)
     tx = spectral.scale_by_spectral(
         sharding=None if kind == "explicit" else named, distribute=distribute, **options
@@ -56,7 +46,7 @@ def _check(kind, shapes, specs, *, collectives, distribute=(), **options):
     got, new = compiled(placed, state)
     assert_close(got, want, 1e-5)
     for tree in (got, state.mu, new.mu):
-        _same_layout(tree, placed)
+        assert_same_layout(tree, placed)
     assert collective_bytes(compiled).keys() == set(collectives)
     return compiled
 
@@ -144,7 +134,7 @@ def test_every_layout_is_one_device(layout, kind):
 
 def _compiled(kind, shapes, spec):
     """Returns the compiled update for abstract parameters, all with one layout over 8 devices."""
-    mesh = _mesh(kind, (8,), ("x",))
+    mesh = make_mesh(kind, (8,), ("x",))
     sharding = NamedSharding(mesh, spec)
     params = {
         f"w{i}": {"kernel": jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding)}
@@ -186,9 +176,9 @@ def test_all_sixteen_buckets_of_a_transformer_cross_in_four_exchanges():
 
 def test_bfloat16_crosses_in_sixteen_bits():
     """The wire dtype is that of the products (in StableHLO: a CPU widens it later)."""
-    mesh = _mesh("explicit")
+    mesh = make_mesh("explicit")
     params = {"kernel": jnp.ones((64, 32), jnp.bfloat16)}
-    placed, _ = _place(mesh, params, {"kernel": P("data")})
+    placed, _ = place(mesh, params, {"kernel": P("data")})
     tx = spectral.scale_by_spectral()
     text = jax.jit(tx.update).lower(placed, tx.init(placed)).as_text()
     sent = [line for line in text.splitlines() if "all_to_all" in line]
@@ -198,7 +188,7 @@ def test_bfloat16_crosses_in_sixteen_bits():
 @both_kinds
 def test_optax_muon_moves_twenty_times_as_much_where_it_runs(kind):
     """On the same eight matrices optax gathers 94 MB in an Auto mesh; in an Explicit it raises."""
-    mesh = _mesh(kind, (8,), ("x",))
+    mesh = make_mesh(kind, (8,), ("x",))
     leaf = jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=NamedSharding(mesh, P("x")))
     params = {f"w{i}": leaf for i in range(8)}
     tx = optax.contrib.muon(0.02)
@@ -223,8 +213,8 @@ def test_inside_a_users_shard_map(kind):
     options = {"scale": "muon", "alpha": 1.0}
     single = spectral.scale_by_spectral(**options)
     want, _ = jax.jit(single.update)(params, single.init(params))
-    mesh = _mesh(kind)
-    placed, _ = _place(mesh, params, specs)
+    mesh = make_mesh(kind)
+    placed, _ = place(mesh, params, specs)
     tx = spectral.scale_by_spectral(sharding=specs, **options)
 
     def update(params):
@@ -258,8 +248,8 @@ def _inside(tx, params, specs, vary, mesh):
 def test_leaves_that_vary_and_leaves_that_do_not_share_no_bucket():
     """In a user's shard_map a replicated leaf stays so beside one of its shape that varies."""
     params, specs = _params([(64, 32)] * 2), _tree([P(), P()])
-    mesh, tx = _mesh("auto"), spectral.scale_by_spectral()
-    placed, _ = _place(mesh, params, specs)
+    mesh, tx = make_mesh("auto"), spectral.scale_by_spectral()
+    placed, _ = place(mesh, params, specs)
     got = _inside(tx, placed, specs, {"w0"}, mesh)
     want, _ = tx.update(params, tx.init(params))
     assert_close(got["w1"]["kernel"], want["w1"]["kernel"], 1e-5)
@@ -271,8 +261,8 @@ def test_leaves_that_vary_and_leaves_that_do_not_share_no_bucket():
 def test_distributed_gradients_without_their_mean_are_refused():
     """Devices must not share the work on matrices that differ from one to the other."""
     params, specs = _params([(64, 32)]), _tree([P()])
-    mesh = _mesh("auto")
-    placed, _ = _place(mesh, params, specs)
+    mesh = make_mesh("auto")
+    placed, _ = place(mesh, params, specs)
     tx = spectral.scale_by_spectral(sharding=specs, distribute=("data",))
     with pytest.raises(ValueError, match=r"got w0/kernel, which varies over \['data'\]"):
         _inside(tx, placed, specs, {"w0"}, mesh)
@@ -290,8 +280,8 @@ def test_fused_leaf_inside_a_users_shard_map_scales_its_own_part():
     }
     single = spectral.scale_by_spectral(**options)
     want, _ = single.update(params, single.init(params))
-    mesh, specs = _mesh("auto"), _tree([P(None, "data")])
-    placed, _ = _place(mesh, params, specs)
+    mesh, specs = make_mesh("auto"), _tree([P(None, "data")])
+    placed, _ = place(mesh, params, specs)
     for tx in (
         spectral.scale_by_spectral(sharding=specs, **options),
         spectral.muon(-1.0, nesterov=False, sharding=specs, **options),
@@ -308,20 +298,20 @@ def test_fused_leaf_inside_a_users_shard_map_scales_its_own_part():
 
 def test_seeds_sharded_under_vmap():
     """vmap over seeds on a mesh axis of their own is a loop over them (Auto axes)."""
-    mesh = _mesh("auto", (2, 2, 2), ("seed", "data", "model"))
+    mesh = make_mesh("auto", (2, 2, 2), ("seed", "data", "model"))
     params = _params([(64, 32), (32, 64)])
     specs = _tree([P("data", "model"), P("model", None)])
-    _, named = _place(mesh, params, specs)
+    _, named = place(mesh, params, specs)
     seeds = jax.tree.map(lambda x: np.stack([x, 2 * x + 1]), params)
     stacked = jax.tree.map(lambda s: P("seed", *s), specs, is_leaf=is_spec)
-    placed, _ = _place(mesh, seeds, stacked)
+    placed, _ = place(mesh, seeds, stacked)
     tx = spectral.scale_by_spectral(sharding=named)
 
     def update(params):
         return tx.update(params, tx.init(params))[0]
 
     got = jax.jit(jax.vmap(update, spmd_axis_name="seed"))(placed)
-    _same_layout(got, placed)
+    assert_same_layout(got, placed)
     single = spectral.scale_by_spectral()
     for i in range(2):
         one = jax.tree.map(lambda x, i=i: x[i], seeds)
@@ -332,7 +322,7 @@ def test_seeds_sharded_under_vmap():
 @both_kinds
 def test_whole_muon_keeps_every_leafs_layout(kind):
     """Through the partition too: matrices, embedding and bias come back where they were."""
-    mesh = _mesh(kind)
+    mesh = make_mesh(kind)
     rng = np.random.default_rng(0)
     params = {
         "embed": {"embedding": np.float32(rng.normal(size=(16, 8)))},
@@ -345,33 +335,33 @@ def test_whole_muon_keeps_every_leafs_layout(kind):
         "embed": {"embedding": P("data")},
         "up": {"kernel": P("data", "model"), "bias": P("model")},
     }
-    placed, named = _place(mesh, params, specs)
+    placed, named = place(mesh, params, specs)
     single = spectral.muon(0.1)
     tx = spectral.muon(0.1, sharding=None if kind == "explicit" else placed)
     with jax.numpy_dtype_promotion("standard"):
         want, _ = jax.jit(single.update)(params, single.init(params), params)
         got, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed), placed)
     assert_close(got, want, 1e-5)
-    _same_layout(got, placed)
+    assert_same_layout(got, placed)
 
 
 @both_kinds
 def test_polar_of_a_sharded_matrix(kind):
     """The function itself keeps an Explicit sharding, and gives the numbers of one device."""
     x = _params([(64, 32)])["w0"]["kernel"]
-    placed = jax.device_put(x, NamedSharding(_mesh(kind), P("data", "model")))
+    placed = jax.device_put(x, NamedSharding(make_mesh(kind), P("data", "model")))
     for method in ("newton_schulz", "gram", "qdwh", "eigh"):
         got = jax.jit(lambda x, method=method: spectral.polar(x, method))(placed)
         assert_close(got, spectral.polar(x, method), 1e-4 if method == "eigh" else 1e-5)
         if kind == "explicit":
-            _same_layout(got, placed)
+            assert_same_layout(got, placed)
 
 
 def test_wrong_specs_cost_bytes_not_correctness():
     """A spec that names the wrong axes, or one that does not divide, still gives the update."""
     params = _params([(64, 32)])
-    mesh = _mesh("auto")
-    placed, _ = _place(mesh, params, _tree([P("data")]))
+    mesh = make_mesh("auto")
+    placed, _ = place(mesh, params, _tree([P("data")]))
     single = spectral.scale_by_spectral()
     want, _ = single.update(params, single.init(params))
     for wrong in (P(None, "model"), P(("data", "model"), None)):
@@ -383,7 +373,7 @@ def test_wrong_specs_cost_bytes_not_correctness():
 def test_bad_sharding_is_named():
     """A missing entry, too many entries, and distribute without what it needs raise."""
     params = _params([(64, 32)])
-    placed, named = _place(_mesh("auto"), params, _tree([P("data")]))
+    placed, named = place(make_mesh("auto"), params, _tree([P("data")]))
     for options, leaf, match in (
         ({"sharding": {"other": P()}}, placed, "entry for w0/kernel, got other"),
         ({"sharding": _tree([P(None, None, "data")])}, placed, "at most 2 entries for w0/kernel"),

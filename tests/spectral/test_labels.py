@@ -1,4 +1,4 @@
-"""Roles and matrices of real models, overrides, and the table."""
+"""Roles and matrices of real models, and overrides."""
 
 import collections
 import re
@@ -10,91 +10,11 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
+from spectral.models import IMAGES, ConvNet, MoE, NnxTransformer, Transformer, params_of
 
 from jaxkit import spectral
 from jaxkit.spectral import MatrixSpec
 from jaxkit.spectral._labels import assign
-
-
-class SwiGLU(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        gate = nn.Dense(12, use_bias=False, name="gate")(x)
-        up = nn.Dense(12, use_bias=False, name="up")(x)
-        return nn.Dense(8, use_bias=False, name="down")(nn.silu(gate) * up)
-
-
-class Expert(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(8, name="down")(nn.relu(nn.Dense(12, name="up")(x)))
-
-
-class MoE(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        weights = nn.softmax(nn.Dense(3, use_bias=False, name="gate")(x))
-        experts = nn.vmap(
-            Expert, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None,
-            out_axes=-1, axis_size=3,
-        )(name="experts")  # fmt: skip
-        return jnp.einsum("...de,...e->...d", experts(x), weights)
-
-
-class Block(nn.Module):
-    mlp: type[nn.Module] = SwiGLU
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
-        return x + self.mlp(name="mlp")(nn.RMSNorm()(x)), None
-
-
-class Transformer(nn.Module):
-    layers: int = 0  # 0: one block that is not scanned
-    mlp: type[nn.Module] = SwiGLU
-
-    @nn.compact
-    def __call__(self, ids):
-        block = Block
-        if self.layers:
-            block = nn.scan(
-                Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
-            )
-        x = nn.Embed(11, 8, name="embed")(ids)
-        x = x + self.param("pos_embed", nn.initializers.normal(), (4, 8))[None]
-        x, _ = block(self.mlp, name="block")(x, None)
-        return nn.Dense(11, name="lm_head")(nn.LayerNorm()(x))
-
-
-class ConvNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Conv(8, (3, 3), name="stem")(x)
-        x = nn.Conv(8, (3, 3), feature_group_count=8, name="depthwise")(x)
-        x = nn.BatchNorm(use_running_average=True)(nn.Conv(6, (1, 1))(x))
-        return nn.Dense(5, name="head")(nn.Dense(7)(x.mean((1, 2))))
-
-
-class NnxTransformer(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(11, 8, rngs=rngs)
-        self.layers = nnx.List(
-            [nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs) for _ in range(2)]
-        )
-        self.norm = nnx.LayerNorm(8, rngs=rngs)
-        self.conv = nnx.Conv(4, 8, (3, 3), rngs=rngs)
-        self.stack = nnx.vmap(lambda rngs: nnx.Linear(8, 6, rngs=rngs))(rngs.split(3))
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.head = nnx.Linear(8, 11, rngs=rngs)
-
-
-IDS = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-
-
-def params_of(model, x=IDS):
-    """Returns the shapes of a linen model's params."""
-    return jax.eval_shape(model.init, jax.random.key(0), x)["params"]
 
 
 def matrices(params, **options):
@@ -168,8 +88,7 @@ def test_mixture_of_experts(layers):
 
 def test_conv_net():
     """HWIO kernels are (out, kh * kw * in) matrices; a depthwise one is left to the other rule."""
-    params = params_of(ConvNet(), jax.ShapeDtypeStruct((1, 6, 6, 3), jnp.float32))
-    assert matrices(params, strict=True) == {
+    assert matrices(params_of(ConvNet(), IMAGES), strict=True) == {
         "stem/kernel": ("conv", (3,), (0, 1, 2), ()),
         "Conv_0/kernel": ("conv", (3,), (0, 1, 2), ()),
         "Dense_0/kernel": ("hidden", (1,), (0,), ()),
@@ -342,34 +261,6 @@ def test_bad_options_name_what_is_wrong(options, error, message):
         del params["empty"]
     with pytest.raises(error, match=re.escape(message)):
         spectral.label_params(params, **options)
-
-
-def test_table_has_a_row_for_every_leaf_and_prints_aligned():
-    """Rows are tuples in leaf order; the text has one line each and equal columns."""
-    params = params_of(Transformer(layers=3))
-    table = spectral.describe(
-        params,
-        overrides={
-            "block/mlp/up/kernel": MatrixSpec(2, 1, 0, interleave=2),
-            "block/mlp/gate/kernel": MatrixSpec(2, 1, 0, split=((4, 4, 4), 2)),
-        },
-        rule_of_role={"embedding": "row_norm"},
-    )
-    rows = {row.path: row for row in table}
-    assert len(table) == len(jax.tree.leaves(params)) and isinstance(table, tuple)
-    query = rows["block/MultiHeadDotProductAttention_0/query/kernel"]
-    assert query.shape == (3, 8, 2, 4) and query.num_matrices == 6 and query.rule == "polar"
-    assert rows["block/mlp/up/kernel"].num_matrices == 6
-    assert rows["block/mlp/gate/kernel"].num_matrices == 9
-    assert rows["embed/embedding"].rule == "row_norm" and rows["lm_head/kernel"].rule == "other"
-    assert rows["pos_embed"][2:] == ("other", None, "other", 0)
-    lines = str(table).split("\n")
-    assert len(lines) == len(table) + 1
-    assert {line.index(row.role, lines[0].index("role")) for line, row in
-            zip(lines[1:], table, strict=True)} == {lines[0].index("role")}  # fmt: skip
-    with pytest.raises(ValueError, match="rule_of_role must be one of 'hidden'"):
-        spectral.describe(params, rule_of_role={"head": "polar"})
-    assert str(spectral.describe({})).split() == list(table[0]._fields)
 
 
 def test_convolution_with_a_bias_of_one_column_is_no_stack():

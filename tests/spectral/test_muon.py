@@ -248,6 +248,32 @@ def test_works_as_an_nnx_optimizer():
     assert losses[-1] < 0.7 * losses[0]
 
 
+def test_holds_where_optax_muon_does_not():
+    """Gradients of any size, and the kernels of heads and convolutions, are orthogonalized.
+
+    Optax loses updates at 1e-20 and 1e20, and gives kernels of more than two axes to Adam.
+    """
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    ours = spectral.muon(1.0, scale="none", method="qdwh")
+    grads = {"kernel": draw(6, 4)}
+    for power in (-70, 70):
+        scaled = jax.tree.map(lambda x, power=power: x * 2.0**power, grads)
+        sizes = [
+            float(jnp.linalg.norm(tx.update(scaled, tx.init(grads), grads)[0]["kernel"]))
+            for tx in (ours, optax.contrib.muon(1.0))
+        ]
+        np.testing.assert_allclose(sizes[0], 2.0, rtol=1e-5)
+        assert sizes[1] < 1e-3
+    grads = {"query": {"kernel": draw(8, 2, 4)}, "conv": {"kernel": draw(3, 3, 4, 8)}}
+    for tx, holds in ((ours, True), (optax.contrib.muon(1.0), False)):
+        updates, _ = tx.update(grads, tx.init(grads), grads)
+        head, conv = updates["query"]["kernel"][:, 0], updates["conv"]["kernel"].reshape(36, 8)
+        for x in (head, conv):
+            values = np.linalg.svd(np.asarray(x), compute_uv=False)
+            assert (np.abs(values - 1).max() < 1e-5) == holds
+
+
 def test_trains_digits_through_the_joint():
     """Through train.make_step a net with one hidden layer learns the digits."""
     batches = digits(60, 64)

@@ -30,6 +30,14 @@ OPTIMIZERS = {
     "adamw": lambda: optax.adamw(3e-3),
     "lion": lambda: optax.lion(3e-3),
     "muon": lambda: spectral.muon(0.02),
+    "polargrad": lambda: spectral.polargrad(0.1, other_learning_rate=0.02),
+    "normuon": lambda: spectral.normuon(0.02),
+    "row_norm": lambda: spectral.row_norm(0.02),
+    "hybrid": lambda: spectral.hybrid(0.02),
+    "scion": lambda: spectral.scion(0.02, radius=2.0),
+    "symmetry_compatible": lambda: spectral.symmetry_compatible(
+        0.02, overrides={"out/kernel": "lm_head"}
+    ),
 }
 FEW_ESTIMATORS = ("backprop", "accumulate")
 FEW_OPTIMIZERS = ("sgd", "adamw")

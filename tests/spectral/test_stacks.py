@@ -1,0 +1,54 @@
+"""A stack of matrices gets what its matrices get as leaves of their own, by every rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import assert_close, compile_quickly
+
+from jaxkit import spectral
+from jaxkit.spectral import MatrixSpec
+
+# Whatever stacks them, the matrices are kernels (in, out) of this shape.
+FEATURES, UNITS, NUM = 4, 6, 3
+STACKS = {  # path: the axis of the stack
+    "layers/kernel": 0,
+    "moe/experts/up/kernel": 0,
+    "attention/query/kernel": 1,  # (d, heads, head_dim)
+    "attention/out/kernel": 0,  # (heads, head_dim, d)
+}
+AXES = {"layers/kernel": MatrixSpec(unit=2, feature=1, batch=0)}
+SIZED = ("polar", "right_spectral", "left_spectral", "row_then_polar", "polar_then_row")
+CASES = [(rule, 1.0, {"centered": True}) for rule in SIZED] + [
+    (rule, 0.0, {"rows": "feature"}) for rule in (*SIZED, "row_norm", "normuon", "sign")
+]
+
+
+@pytest.mark.parametrize(("rule", "alpha", "options"), CASES)
+def test_stack_is_its_matrices(rule, alpha, options):
+    """Layers, experts and heads: sizes, norms, means and moments are those of one matrix."""
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** np.arange(NUM)  # one size for the whole stack would be far off
+    stacks = {}
+    for path, axis in STACKS.items():
+        matrices = rng.normal(size=(NUM, FEATURES, UNITS)) * sizes[:, None, None]
+        stacks[path] = np.float32(np.moveaxis(matrices, 0, axis))
+    # Two programs round alike with a polynomial that has no large terms to cancel.
+    plain = {"coefficients": (1.875, -1.25, 0.375), "steps": 2}
+    options = {"alpha": alpha, "scale": "muon", "eps": 0.01, **plain, **options}
+
+    def two_steps(overrides):
+        tx = spectral.scale_by_spectral(rule, overrides=overrides, **options)
+
+        def update(grad):
+            _, state = tx.update(jax.tree.map(jnp.cos, grad), tx.init(grad))
+            return tx.update(grad, state)[0]
+
+        return update
+
+    got = jax.device_get(compile_quickly(two_steps(AXES), stacks)(stacks))
+    one = compile_quickly(two_steps(None), {"kernel": np.ones((FEATURES, UNITS), np.float32)})
+    for path, axis in STACKS.items():
+        for i in range(NUM):
+            want = one({"kernel": np.take(stacks[path], i, axis)})["kernel"]
+            assert_close(np.take(got[path], i, axis), want, 1e-5)
