@@ -56,9 +56,9 @@ class Measured(NamedTuple):
 
 
 def versus(ours, values, *, case, size, metric, unit, better, seeds=(None,)):
-    """Yields the rows that compare ``values[ours]`` with each other method, seed by seed."""
+    """Yields the rows that compare the methods in ``ours`` with each other one, seed by seed."""
     for rival in values:
-        for method in (ours, rival) if rival != ours else ():
+        for method in (*ours, rival) if rival not in ours else ():
             for seed, value in zip(seeds, values[method], strict=True):
                 yield Row(case, method, rival, size, metric, unit, better, seed, float(value))
 

@@ -40,33 +40,33 @@ def comparisons(rows):
     out = []
     for (topic, case, size, metric, unit, better, rival), methods in groups.items():
         theirs = methods.pop(rival)
-        ((method, ours),) = methods.items()
-        pairs = np.array([(ours[seed], theirs[seed]) for seed in ours])
         sign = 1 if better == "up" else -1
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = pairs[:, 0] / pairs[:, 1]
-        out.append(
-            {
-                "topic": topic,
-                "case": case,
-                "size": size,
-                "metric": metric,
-                "unit": unit,
-                "method": method,
-                "rival": rival,
-                "pairs": pairs,
-                "ratio": float(np.median(ratios)),
-                "quartiles": np.quantile(ratios, [0.25, 0.75]),
-                "wins": int(np.sum(sign * pairs[:, 0] > sign * pairs[:, 1])),
-            }
-        )
+        for method, ours in methods.items():
+            pairs = np.array([(ours[seed], theirs[seed]) for seed in ours])
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratios = pairs[:, 0] / pairs[:, 1]
+            out.append(
+                {
+                    "topic": topic,
+                    "case": case,
+                    "size": size,
+                    "metric": metric,
+                    "unit": unit,
+                    "method": method,
+                    "rival": rival,
+                    "pairs": pairs,
+                    "ratio": float(np.median(ratios)),
+                    "quartiles": np.quantile(ratios, [0.25, 0.75]),
+                    "wins": int(np.sum(sign * pairs[:, 0] > sign * pairs[:, 1])),
+                }
+            )
     return out
 
 
-COLUMNS = ("metric", "rival", "ours", "rival's", "ratio", "seeds", "spread")
+COLUMNS = ("metric", "method", "rival", "ours", "rival's", "ratio", "seeds", "spread")
 CAPTION = (
-    "Ours and rival's: mean and standard error over the seeds; for times the median over "
-    "alternating rounds. Ratio: median of ours / rival's within a seed or round. Seeds: in how "
+    "Ours (the method's) and rival's: mean and standard error over the seeds; for times the median "
+    "over rounds. Ratio: median of ours / rival's within a seed or round. Seeds: in how "
     "many of them ours is better. Spread: quartiles of the ratio."
 )
 
@@ -75,12 +75,13 @@ def sections(rows):
     """Returns the table as text, ``{title: [cells of a line]}``."""
     out = {}
     for c in comparisons(rows):
-        title = f"{c['topic']}: {c['case']}: {c['method']} ({c['size']})"
+        title = f"{c['topic']}: {c['case']} ({c['size']})"
         ours, theirs = c["pairs"].T
         spread = "{:.3g} to {:.3g}".format(*c["quartiles"]) if len(ours) > 1 else ""
         out.setdefault(title, []).append(
             (
                 f"{c['metric']}, {c['unit']}",
+                c["method"],
                 c["rival"],
                 _center(ours, c["unit"]),
                 _center(theirs, c["unit"]),
@@ -131,7 +132,7 @@ def figure(rows, curves, path):
         label = f"{c['ratio']:.3g}"
         ax.annotate(label, (c["ratio"], y), (0, 5), textcoords="offset points", ha="center", size=7)
     ax.axvline(1, color="black", linewidth=0.8)
-    names = [f"{c['case']}: {c['metric']}\nagainst {c['rival']}" for c in found]
+    names = [f"{c['case']}: {c['metric']}\n{c['method']} against {c['rival']}" for c in found]
     ax.set_yticks(range(len(found)), names, fontsize=7)
     ax.invert_yaxis()
     ax.set_xscale("log")

@@ -1,10 +1,12 @@
-"""The text that every Python carries, as byte tokens; nothing is downloaded.
+"""The text that every Python carries, as tokens; nothing is downloaded.
 
 It differs a little between Python versions, and so do losses on it.
 """
 
+import collections
 import pathlib
 import pydoc_data.topics
+import re
 import sysconfig
 
 import numpy as np
@@ -13,17 +15,27 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def help_topics():
-    """Returns Python's help texts, about 0.5 MB of English: ``(tokens, vocabulary size)``."""
-    topics = pydoc_data.topics.topics
-    return _encode("\n".join(topics[name] for name in sorted(topics)).encode())
+    """Returns the bytes of Python's help texts, 0.5 MB of English: ``(tokens, vocabulary)``."""
+    return _bytes(_help().encode())
+
+
+def help_words(vocabulary=2048):
+    """Returns the words and signs of the help texts, lower case: ``(tokens, vocabulary)``.
+
+    Token 0 stands for all that are rarer than the ``vocabulary - 1`` most frequent ones.
+    """
+    words = re.findall(r"\w+|[^\w\s]", _help().lower())
+    frequent = collections.Counter(words).most_common(vocabulary - 1)
+    number = {word: index for index, (word, _) in enumerate(frequent, 1)}
+    return np.array([number.get(word, 0) for word in words], np.int32), vocabulary
 
 
 def library_sources():
-    """Returns the standard library's sources, about 10 MB: ``(tokens, vocabulary size)``."""
+    """Returns the bytes of the standard library, about 10 MB: ``(tokens, vocabulary)``."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     kept = [root / name for name in names if not _LEFT_OUT.intersection(name.parts)]
-    return _encode(b"\n".join(path.read_bytes() for path in kept))
+    return _bytes(b"\n".join(path.read_bytes() for path in kept))
 
 
 def split(tokens, context):
@@ -34,7 +46,10 @@ def split(tokens, context):
     return tokens[:cut], held_out[:whole].reshape(-1, context + 1)
 
 
-def _encode(text):
-    """Numbers the bytes that occur; the vocabulary is no larger than it must be."""
-    known, tokens = np.unique(np.frombuffer(text, np.uint8), return_inverse=True)
-    return tokens.astype(np.int32), len(known)
+def _help():
+    topics = pydoc_data.topics.topics
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def _bytes(text):
+    return np.frombuffer(text, np.uint8).astype(np.int32), 256

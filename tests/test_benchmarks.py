@@ -44,7 +44,7 @@ def test_list_names_each_benchmark_and_what_it_shows(capsys):
     assert command.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == NAMES
-    assert {"spectral.muon", "spectral.update"} <= set(NAMES)
+    assert {"spectral.muon", "spectral.rules", "spectral.stack", "spectral.update"} <= set(NAMES)
     assert all(len(line.split(": ", 1)[1]) > 20 for line in lines)
     command.main(["--list", "spectral.update"])
     assert len(capsys.readouterr().out.splitlines()) == 1
@@ -97,7 +97,7 @@ def stubbed(monkeypatch, tmp_path):
     def good(context):
         for _ in context.track(["only stage"]):
             yield from harness.versus(
-                "ours",
+                ("ours",),
                 {"ours": [1.0, 2.0], "theirs": [2.0, 4.0]},
                 case="case",
                 size="size",
@@ -146,7 +146,7 @@ def test_run_writes_table_and_figure(stubbed, capsys):
     """Table and figure exist after a run, and a toy run does not replace those of a real one."""
     assert command.main(["stub.good"]) == 0
     table = (stubbed / "out" / "table.md").read_text()
-    assert "| loss, nats | theirs | 1.5 ± 0.5 | 3 ± 1 | 0.5 | 2/2 | 0.5 to 0.5 |" in table
+    assert "| loss, nats | ours | theirs | 1.5 ± 0.5 | 3 ± 1 | 0.5 | 2/2 | 0.5 to 0.5 |" in table
     assert (stubbed / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "0.5 to 0.5" in capsys.readouterr().out
     command.main(["stub.good", "--smoke"])
@@ -180,6 +180,22 @@ def test_ratio_and_wins_pair_the_values_of_a_seed():
     assert found["wins"] == 2
     up = [x | {"better": "up"} for x in ours + theirs]
     assert report.comparisons(up)[0]["wins"] == 1
+
+
+def test_several_methods_meet_one_rival():
+    """Each method of ours is compared with each rival by its own pairs, in one section."""
+    values = {"a": [1.0, 4.0], "b": [3.0, 3.0], "theirs": [2.0, 2.0], "others": [1.0, 1.0]}
+    about = {"case": "c", "size": "s", "metric": "loss", "unit": "nats", "better": "down"}
+    found = harness.versus(("a", "b"), values, **about, seeds=(0, 1))
+    lines = [{"topic": "t", **x._asdict()} for x in found]
+    pairs = {(c["method"], c["rival"]): c["pairs"].tolist() for c in report.comparisons(lines)}
+    assert pairs == {
+        (ours, theirs): [list(pair) for pair in zip(values[ours], values[theirs], strict=True)]
+        for ours in ("a", "b")
+        for theirs in ("theirs", "others")
+    }
+    ((_, body),) = report.sections(lines).items()
+    assert [line[1:3] for line in body] == [tuple(pair) for pair in pairs]
 
 
 def is_real(old, new, **more):

@@ -7,11 +7,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from benchmarks import __main__ as command
 from benchmarks import collectives, harness, lm, text, tuning
+from benchmarks.spectral import bench_rules, bench_stack, methods
 
 NAMES = command.discover()
 
@@ -171,39 +173,157 @@ def test_help_topics_are_half_a_megabyte_of_english():
     """Nearly all bytes are printable, and a sixth are blanks, as in any English text."""
     tokens, vocabulary = text.help_topics()
     assert 3e5 < len(tokens) < 2e6
-    assert set(np.unique(tokens)) == set(range(vocabulary))
-    assert 60 < vocabulary < 128
-    assert np.max(np.bincount(tokens)) / len(tokens) > 1 / 8
+    assert vocabulary == 256
+    assert np.mean((tokens >= 32) & (tokens < 127) | (tokens == 10)) > 0.99
+    assert np.mean(tokens == ord(" ")) > 1 / 8
 
 
-def test_batches_depend_on_the_seed_alone():
+def test_words_are_numbered_by_frequency_and_rare_ones_are_token_0():
+    """The most frequent words come first; 2047 of them cover 95 percent of the text."""
+    tokens, vocabulary = text.help_words()
+    assert vocabulary == 2048
+    assert 1e5 < len(tokens) < 2e5
+    counts = np.bincount(tokens, minlength=vocabulary)
+    assert len(counts) == 2048
+    assert np.all(np.diff(counts[1:]) <= 0)
+    assert 0 < counts[0] < 0.05 * len(tokens)
+    few, _ = text.help_words(3)
+    assert np.array_equal(few, np.where(tokens < 3, tokens, 0))
+
+
+# The language model and its races.
+
+SIZE = lm.Size("help_topics", 16, 32, 1, 2, 8, 4, 20, 5, 8)
+RATES = {"learning_rate": 0.01, "other_learning_rate": 0.02}
+
+
+@pytest.fixture
+def standard_promotion():
+    """Models and optimizers of others need it; for all threads, so not as a context."""
+    names = ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, ("standard", "allow"), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+def test_windows_depend_on_the_seed_alone():
     """A second run sees the same windows, another seed others, and all lie in the text."""
-    size = lm.Size("help_topics", 16, 1, 2, 8, 4, 500, 2, 8)
-    task = lm.Task(size)
-    starts = task.batches(3)
-    assert starts.shape == (500, 4)
-    assert np.array_equal(starts, task.batches(3))
-    assert not np.array_equal(starts, task.batches(4))
-    task.tokens = task.tokens[:20]  # so few that the first and last starts, 0 and 11, are drawn
-    starts = task.batches(3)
-    assert (starts.min(), starts.max() + size.context) == (0, 19)
+    task = lm.Task(SIZE._replace(steps=500))
+    windows = task.windows(3)
+    assert windows.shape == (500, 4, 9)
+    assert np.array_equal(windows, task.windows(3))
+    assert not np.array_equal(windows, task.windows(4))
+    task.tokens = np.arange(20)  # so few that the first and last starts, 0 and 11, are drawn
+    windows = task.windows(3)
+    assert (windows.min(), windows.max()) == (0, 19)
+    assert np.all(np.diff(windows) == 1)
     assert task.held_out.shape == (2, 4, 9)
 
 
-@pytest.mark.slow
-def test_same_method_under_two_names_ties():
-    """A race is paired: the same method and rates from the same seeds give the same losses."""
-    from benchmarks.spectral import methods
+@pytest.mark.parametrize("steps", [10, 20])
+def test_rate_is_constant_and_falls_over_the_last_40_percent(steps, standard_promotion):
+    """Step 0.6 N is the last at the whole rate; the last of all has 1 / 0.4 N of it."""
+    task = lm.Task(SIZE)
+    tx, _ = lm._training(task.model, _sgd_of_two_rates)
+    state = tx.init(jnp.zeros(2))
+    state = optax.tree.set(state, learning_rate=1.0, other_learning_rate=0.0, horizon=float(steps))
+    rates = []
+    for _ in range(steps):
+        updates, state = tx.update(jnp.ones(2), state)
+        rates.append(-float(updates[0]))
+    fall = np.arange(0.4 * steps, 0, -1) / (0.4 * steps)
+    np.testing.assert_allclose(rates, [1.0] * round(0.6 * steps) + list(fall), rtol=1e-6)
 
-    size = lm.Size("help_topics", 16, 1, 2, 8, 4, 10, 2, 8)
-    makers = {"one": methods.adamw, "two": methods.adamw, "other": methods.ours}
-    rates = {name: {"learning_rate": 0.01, "other_learning_rate": 0.01} for name in makers}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = lm.race(size, makers, rates, (1, 2), iter)
-    one, two, other = (found[name] for name in makers)
+
+def _sgd_of_two_rates(learning_rate, other_learning_rate):
+    return optax.sgd(learning_rate + other_learning_rate)
+
+
+def updates_at(make, *rates):
+    """Returns the first updates of the small model at each pair of rates, leaf by leaf, by path."""
+    task = lm.Task(SIZE)
+    shapes = jax.eval_shape(task.model.init, jax.random.key(0), task.held_out[0, :1, :-1])
+    draw = np.random.default_rng(0).standard_normal
+    params = jax.tree.map(lambda x: draw(x.shape, np.float32), shapes)
+
+    @jax.jit
+    def update(first, second):
+        tx = make(first, second)
+        return tx.update(params, tx.init(params), params)[0]
+
+    for first, second in rates:
+        found, _ = jax.tree_util.tree_flatten_with_path(update(first, second))
+        yield {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in found}
+
+
+@pytest.mark.parametrize("make", [methods.muon, methods.stack, methods.adamw, methods.optax_muon])
+def test_blocks_have_the_first_rate_and_all_else_the_second(make, standard_promotion):
+    """Twice the first rate doubles the matrices of the blocks; all else follows the second."""
+    one, two = updates_at(make, (0.01, 0.02), (0.02, 0.06))
+    for path, x in one.items():
+        is_matrix = "block" in path and path.endswith("kernel")
+        np.testing.assert_allclose(two[path], (2 if is_matrix else 3) * x, rtol=1e-5, err_msg=path)
+
+
+@pytest.mark.slow
+def test_only_embedding_and_head_differ_between_the_rules(standard_promotion):
+    """All methods of the word model move the other leaves alike, and these two by own rates."""
+    factors = {"params/embed/embedding": 2, "params/head/kernel": 3}
+    seen = []
+    for make in bench_rules.MAKERS.values():
+        one, two = updates_at(make, (0.01, 0.02), (0.02, 0.06))
+        for path, x in one.items():
+            np.testing.assert_allclose(two[path], factors.get(path, 1) * x, rtol=1e-5, err_msg=path)
+            for other in seen:
+                assert np.allclose(x, other[path], rtol=1e-5) == (path not in factors)
+        seen.append(one)
+
+
+def test_equal_time_gives_whole_laps_and_the_quickest_all_steps():
+    """Twice as slow is half the steps; 1.3 times as slow is 76 of 100, cut to laps of ten."""
+    size = SIZE._replace(steps=100, lap=10)
+    seconds = {"a": np.array([1.0, 2.0, 4.0]), "b": np.array([2.0, 4.0, 8.0])}
+    seconds["c"] = 1.3 * seconds["a"]
+    assert bench_stack.equal_time_steps(size, seconds) == {"a": 100, "b": 50, "c": 70}
+
+
+@pytest.mark.slow
+def test_race_is_paired(standard_promotion):
+    """The same method under two names gives the same losses, and with half the steps the first.
+
+    Until the rate falls, that is: at step 7 of 10, and the loss of a step is from before it.
+    """
+    makers = dict.fromkeys(("one", "two", "half"), methods.adamw)
+    task, rates = lm.Task(SIZE), dict.fromkeys(makers, RATES)
+    found = task.race(makers, rates, (1, 2), iter, steps={"one": 20, "two": 20, "half": 10})
+    one, two, half = (found[name] for name in makers)
     assert np.array_equal(one.train_loss, two.train_loss)
     assert np.array_equal(one.validation_loss, two.validation_loss)
-    assert one.train_loss.shape == (2, 10)
-    assert one.step_seconds.shape == (2,)
-    assert np.array_equal(one.train_loss[:, 0], other.train_loss[:, 0])
-    assert not np.array_equal(one.train_loss, other.train_loss)
+    assert (one.train_loss.shape, half.train_loss.shape) == ((2, 20), (2, 10))
+    assert np.array_equal(one.train_loss[:, :8], half.train_loss[:, :8])
+    assert np.all(one.train_loss[:, 8:10] != half.train_loss[:, 8:])
+    assert np.all(one.train_loss[0, 1:] != one.train_loss[1, 1:])
+    assert np.all(one.validation_loss < np.log(256))
+
+
+@pytest.mark.slow
+def test_search_finds_what_a_race_finds(standard_promotion):
+    """A point of the table is the mean over the seeds of the race with its rates."""
+    task, makers = lm.Task(SIZE), {"one": methods.adamw}
+    grid = {"learning_rate": (0.003, 0.01), "other_learning_rate": (0.02, 0.05, 0.1)}
+    table = task.search(makers, {"one": grid}, (1, 2), iter)["one"]
+    assert table.shape == (2, 3)
+    found = task.race(makers, {"one": RATES}, (1, 2), iter)["one"]
+    np.testing.assert_allclose(table[1, 0], found.validation_loss.mean(), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_step_seconds_has_a_time_for_each_round(standard_promotion):
+    """Each method is timed once a round."""
+    makers = {"one": methods.adamw}
+    seconds = lm.Task(SIZE).step_seconds(makers, {"one": RATES}, range(3))
+    assert seconds["one"].shape == (3,)
+    assert np.all(seconds["one"] > 0)

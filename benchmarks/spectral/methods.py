@@ -1,8 +1,8 @@
 """The optimizers that the benchmarks of spectral compare; each takes two learning rates.
 
-The matrices of the blocks get the method. Embedding, head, positions and norms get the same AdamW
-from all but rollfast, with the look-ahead that ``optax.contrib.muon`` always gives its AdamW. So
-the loss differs by the rule for matrices alone.
+The matrices of the blocks get the first, all else the second. But for the whole stack, embedding,
+head, positions and norms get the same AdamW from all but rollfast, with the look-ahead that
+``optax.contrib.muon`` always gives its AdamW. So the loss differs by the rule for matrices alone.
 """
 
 import functools
@@ -12,11 +12,21 @@ import optax
 
 from jaxkit import spectral
 
-OURS = "spectral.muon"
+MUON = "spectral.muon"
+STACK = "spectral.symmetry_compatible"
 
 
-def ours(learning_rate, other_learning_rate):
+def muon(learning_rate, other_learning_rate):
     return spectral.muon(learning_rate, other=_adamw(other_learning_rate))
+
+
+def stack(learning_rate, other_learning_rate):
+    multiplier = {"multiplier": other_learning_rate / learning_rate}
+    return spectral.symmetry_compatible(
+        learning_rate,
+        roles={"embedding": multiplier, "lm_head": multiplier},
+        other=_adamw(other_learning_rate),
+    )
 
 
 def adamw(learning_rate, other_learning_rate):
@@ -37,23 +47,29 @@ def optax_muon(learning_rate, other_learning_rate):
 
 
 def rollfast(note):
-    """Returns ``{"rollfast.muon": ...}``, or nothing, and a printed line, where it is missing."""
+    """Returns the package, or None and, if there is a ``note``, a printed line."""
     try:
-        from rollfast import MatrixDimensionNumbers, muon
+        import rollfast
     except ImportError as error:
-        note(f"rollfast (Python 3.12 or newer) is left out: {error}.")
-        return {}
+        if note:
+            note(f"rollfast (Python 3.12 or newer) is left out: {error}.")
+        return None
+    return rollfast
 
-    def rollfast_muon(learning_rate, other_learning_rate):
-        return muon(
+
+def rollfast_muon(package):
+    def make(learning_rate, other_learning_rate):
+        return package.muon(
             learning_rate,
             adam_b2=0.95,
             adam_learning_rate=other_learning_rate,
             consistent_rms=0.2,
-            muon_weight_dimension_numbers=functools.partial(_specs, MatrixDimensionNumbers()),
+            muon_weight_dimension_numbers=functools.partial(
+                _specs, package.MatrixDimensionNumbers()
+            ),
         )
 
-    return {"rollfast.muon": rollfast_muon}
+    return make
 
 
 def _adamw(learning_rate):

@@ -85,6 +85,11 @@ class NnxTransformer(nnx.Module):
         self.head = nnx.Linear(8, 11, rngs=rngs)
 
 
+def quick_jit(fun):
+    """Compiles what runs a few times only, so that passes which take long do not pay."""
+    return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def params_of(model, x=IDS):
     """Returns the shapes of a linen model's params."""
     return jax.eval_shape(model.init, jax.random.key(0), x)["params"]

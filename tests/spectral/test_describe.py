@@ -9,7 +9,7 @@ import optax
 import pytest
 from problems import assert_close
 from spectral.directions import polar, rows
-from spectral.models import Transformer, by_path, normal_like, params_of
+from spectral.models import Transformer, by_path, normal_like, params_of, quick_jit
 
 from jaxkit import spectral
 from jaxkit.spectral import MatrixSpec
@@ -133,7 +133,7 @@ def test_optimizer_does_what_the_table_says(optimizer, roles, rules, paths):
     options |= {"constrained": False} if optimizer == "scion" else {"other": optax.sgd(0.5)}
     options |= {} if optimizer == "row_norm" else {"method": "eigh"}
     tx = getattr(spectral, optimizer)(0.5, **options)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+    updates, _ = quick_jit(tx.update)(grads, tx.init(grads))
     for row in table:
         grad, update = grads[row.path], updates[row.path]
         if row.rule == "other":

@@ -1,7 +1,6 @@
 """Every rule on sharded leaves: the numbers of one device, each leaf's layout, and what crosses."""
 
 import functools
-import pathlib
 from typing import NamedTuple
 
 import jax
@@ -11,23 +10,18 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import (
+    PLAIN,
     assert_close,
     assert_same_layout,
     both_kinds,
     compile_quickly,
     make_mesh,
     place,
-    run_two_processes,
 )
 
 from benchmarks.collectives import collective_bytes
 from jaxkit import spectral
 from jaxkit.spectral import MatrixSpec
-
-# A convergent polynomial without large terms that cancel: two programs that round differently
-# then stay within 1e-5 also where noise damping makes the factor small. test_exchange.py holds the
-# default table to the same bound.
-PLAIN = {"coefficients": (1.875, -1.25, 0.375), "steps": 1}
 
 
 class Leaf(NamedTuple):
@@ -107,7 +101,7 @@ def _two_steps(update, grads, state):
 
 
 def _check(rule, variant, mode, names):
-    """Compares two steps, or the first where the user splits the leaves by hand."""
+    """Compares two steps with those of one device, and the layouts before and after."""
     options, given = _options(rule, variant, names)
     specs = {name: LEAVES[name].spec for name in names}
     mesh = make_mesh("explicit" if mode == "explicit" else "auto")
@@ -119,13 +113,16 @@ def _check(rule, variant, mode, names):
     want = _two_steps(update, whole, state)
     if mode == "by_hand":
         tx = spectral.scale_by_spectral(sharding=specs, **options)
-        update = jax.shard_map(
-            lambda grad: tx.update(grad, tx.init(grad), **given)[0],
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=specs,
-        )
-        assert_close(compile_quickly(update, grads[0])(grads[0]), want[0], 1e-5)
+
+        def scanned(*grads):  # the state keeps its type, and what it varies over
+            both = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+            step = lambda state, grad: tx.update(grad, state, **given)[::-1]  # noqa: E731
+            return jax.lax.scan(step, tx.init(grads[0]), both)[1]
+
+        stacked = {name: P(None, *spec) for name, spec in specs.items()}
+        update = jax.shard_map(scanned, mesh=mesh, in_specs=(specs, specs), out_specs=stacked)
+        both = jax.tree.map(lambda *xs: np.stack(xs), *want[:2])
+        assert_close(compile_quickly(update, *grads)(*grads), both, 1e-5)
         return
     tx = spectral.scale_by_spectral(sharding=None if mode == "explicit" else named[0], **options)
     init = jax.jit(tx.init)(grads[0])
@@ -260,11 +257,11 @@ def test_damped_factor_of_a_matrix_that_stays_is_one_devices():
 @both_kinds
 def test_devices_share_the_matrices_of_any_rule(kind):
     """distribute= with rules of rows and means: the numbers of one device, split and replicated."""
-    specs = {"split": P(None, "model"), "whole": P()}
+    specs = {"split": P(None, None, "model"), "whole": P()}
     rng = np.random.default_rng(0)
-    grad = {name: np.float32(rng.normal(size=(16, 24)) + 0.3) for name in specs}
+    grad = {name: np.float32(rng.normal(size=(3, 12, 16)) + 0.3) for name in specs}
     placed, named = place(make_mesh(kind), grad, specs)
-    options = {"overrides": {"*": MatrixSpec(unit=1, feature=0)}, "centered": True, **PLAIN}
+    options = {"overrides": {"*": MatrixSpec(2, 1, 0)}, "centered": True, **PLAIN}
     rules = {"right_spectral": {}, "row_then_polar": {"alpha": 1.0}, "normuon": {"rows": "feature"}}
 
     def update_of(**given):
@@ -283,107 +280,22 @@ def test_devices_share_the_matrices_of_any_rule(kind):
     assert_same_layout(got, [named] * len(rules))
 
 
-MODEL = {  # a small transformer with experts: shapes, and specs of axes "data" and "model"
-    "embed": {"embedding": ((64, 8), P(("data", "model")))},
-    "layers": {  # scanned
-        "ln": {"scale": ((2, 8), P())},
-        "attention": {
-            "query": {"kernel": ((2, 8, 4, 6), P(None, "data", "model"))},
-            "out": {"kernel": ((2, 4, 6, 8), P(None, "model", None, "data"))},
-        },
-        "mlp": {
-            "gate": {"kernel": ((2, 8, 16), P(None, "data", "model"))},
-            "up": {"kernel": ((2, 8, 16), P(None, "data", "model")), "bias": ((2, 16), P())},
-            "down": {"kernel": ((2, 16, 8), P(None, "model", "data"))},
-        },
-    },
-    "moe": {
-        "gate": {"kernel": ((8, 4), P("data"))},
-        "experts": {"up": {"kernel": ((4, 8, 6), P("data", None, "model"))}},
-    },
-    "lm_head": {"kernel": ((8, 64), P(None, ("data", "model"))), "bias": ((64,), P())},
-}
+def test_seeds_on_a_mesh_axis_of_their_own():
+    """vmap over sharded seeds is a loop over them, row states and sizes included (Auto axes)."""
+    names = list(GROUPS[1])
+    options, given = _options("normuon", 0, names)
+    specs = {name: LEAVES[name].spec for name in names}
+    mesh, grads = make_mesh("auto", (2, 2, 2), ("seed", "data", "model")), _grads(names)
+    _, named = place(mesh, grads[0], specs)
+    seeds = jax.tree.map(lambda *xs: np.stack(xs), *grads)
+    placed, home = place(mesh, seeds, {name: P("seed", *spec) for name, spec in specs.items()})
 
+    def update_of(**given_sharding):
+        tx = spectral.scale_by_spectral(**options, **given_sharding)
+        return lambda grad: tx.update(grad, tx.init(grad), **given)[0]
 
-def model():
-    """Returns the parameters of ``MODEL`` as fixed numbers, and their specs."""
-    is_leaf = lambda x: isinstance(x, tuple)  # noqa: E731
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: np.float32(rng.normal(size=leaf[0]) + 0.3), MODEL, is_leaf=is_leaf
-    )
-    return params, jax.tree.map(lambda leaf: leaf[1], MODEL, is_leaf=is_leaf)
-
-
-def whole_stack(sharding=None):
-    """Returns symmetry_compatible with decay, and with the hybrid for one role."""
-    roles = {"mlp_gate_up": {"rule": "row_then_polar", "alpha": 1.0}}
-    return spectral.symmetry_compatible(
-        0.1, roles=roles, weight_decay=0.1, sharding=sharding, **PLAIN
-    )
-
-
-def _two_updates(tx, params, state):
-    """Returns the updates of two steps and the last state, and the compiled update."""
-    # Compiled once: it refuses a state that does not lie where the one of init lies.
-    update = compile_quickly(tx.update, params, state, params)
-    first, state = update(params, state, params)
-    second, state = update(jax.tree.map(jnp.add, params, first), state, params)
-    return (first, second, state), update
-
-
-@functools.cache
-def _whole_stack_on_one_device():
-    params, _ = model()
-    return _two_updates(whole_stack(), params, whole_stack().init(params))[0]
-
-
-@both_kinds
-def test_symmetry_compatible_is_one_device(kind):
-    """Two steps of the whole optimizer; every array of its state lies where its leaf lies."""
-    params, specs = model()
-    placed, named = place(make_mesh(kind), params, specs)
-    tx = whole_stack(None if kind == "explicit" else named)
-    with jax.numpy_dtype_promotion("standard"):  # AdamW
-        got, update = _two_updates(tx, placed, jax.jit(tx.init)(placed))
-        want = _whole_stack_on_one_device()
-    assert_close(got, want, 1e-5)
-    for tree in got[:2]:
-        assert_same_layout(tree, named)
-    homes = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(named)]
-    found = set()
-    for path, x in jax.tree.leaves_with_path(got[2]):
-        name = jax.tree_util.keystr(path)
-        if x.ndim:
-            key, home = next((key, home) for key, home in homes if name.endswith(key))
-            assert_same_layout(x, home)
-            found.add(key)
-    assert found == dict(homes).keys()
-    assert collective_bytes(update).keys() == {"all-reduce", "all-to-all"}
-
-
-PROCESS = """
-import numpy as np, sys
-sys.path.insert(0, {tests!r})
-from jax.experimental import multihost_utils
-from problems import assert_close, assert_same_layout, compile_quickly, make_mesh
-from jax.sharding import NamedSharding, PartitionSpec as P
-from spectral.test_sharded_rules import model, whole_stack
-params, specs = model()
-mesh = make_mesh("auto", (2, 2))
-named = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, P))
-placed = jax.tree.map(
-    lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]), params, named)
-tx, single = whole_stack(named), whole_stack()
-update = lambda tx, p: compile_quickly(lambda p: tx.update(p, tx.init(p), p)[0], p)(p)
-got = update(tx, placed)
-whole = multihost_utils.process_allgather(got, tiled=True)
-want = update(single, params)
-assert_close(whole, want, 1e-5)
-assert_same_layout(got, named)
-"""
-
-
-def test_symmetry_compatible_on_two_processes_is_one_device():
-    """Two processes of two devices each give the same numbers and keep the layout."""
-    run_two_processes(PROCESS.format(tests=str(pathlib.Path(__file__).parents[1])))
+    by_seed = jax.vmap(update_of(sharding=named), spmd_axis_name="seed")
+    got = compile_quickly(by_seed, placed)(placed)
+    assert_same_layout(got, home)
+    one = compile_quickly(update_of(), grads[0])
+    assert_close(got, jax.tree.map(lambda *xs: np.stack(xs), *map(one, grads)), 1e-5)
