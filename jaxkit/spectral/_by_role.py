@@ -145,7 +145,11 @@ def in_float32(inner):
         return jax.tree.map(lambda x: x.astype(_numerics.wide(x.dtype)), tree)
 
     def init(params):
-        return inner.init(wide(params))
+        # Zeros by optax are constants, which jit puts on one device in an Auto mesh.
+        def near(x, param):
+            return x + _tree.zeros_like(param, x.dtype)
+
+        return optax.tree.map_params(inner, near, inner.init(wide(params)), params)
 
     def update(updates, state, params=None, **extra):
         return inner.update(wide(updates), state, None if params is None else wide(params), **extra)

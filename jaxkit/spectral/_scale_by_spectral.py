@@ -111,7 +111,8 @@ def scale_by_spectral(
         square 1, for a full-rank matrix; needs ``alpha=None``. ``"rms"``: a fifth of that, as
         AdamW makes them, so that learning rates carry over; for polar this is
         :math:`0.2 \sqrt{\max(units, features)}`.
-      method: static; as in :func:`~jaxkit.spectral.polar`.
+      method: static; as in :func:`~jaxkit.spectral.polar`, like the next four of no use to row_norm
+        and sign, which make no products.
       coefficients: static; as in :func:`~jaxkit.spectral.polar`.
       steps: static; as in :func:`~jaxkit.spectral.polar`.
       dtype: static; dtype of the products, and of what crosses the network. ``None``: bfloat16
@@ -128,7 +129,7 @@ def scale_by_spectral(
         taken for whole matrices, which cannot be noticed here. Under ``vmap`` over seeds on a
         mesh axis of their own, use Auto axes and ``spmd_axis_name``; JAX refuses Explicit ones.
       distribute: static; mesh axes over which leaves are replicated and whose devices shall share
-        the matrices. Trades bytes for operations.
+        the matrices. Trades bytes for operations; row_norm and sign have none to share.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``; its state is :class:`ScaleBySpectralState`.
@@ -170,8 +171,8 @@ def scale_by_spectral(
     quarter more. Sharded matrices cross the network once each way, in the dtype of the products
     (one all-to-all for each bucket and direction), whatever their layout; a few long matrices
     stay and only sum their small Gram matrix; sharded stacks send nothing. Rows are normalized
-    where they lie: that sums one number a row where rows are split, centering one row where
-    units are, and a relative floor or normuon a few numbers a matrix.
+    where they lie: that sums two numbers a row where rows are split, centering two or three times
+    one row where units are, and a relative floor or normuon a few numbers a matrix.
     """
     rule = _rules.make_rule(
         rule,

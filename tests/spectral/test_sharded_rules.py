@@ -108,7 +108,7 @@ def _check(rule, variant, mode, names):
     whole = _grads(names)
     grads, named = zip(*(place(mesh, grad, specs) for grad in whole), strict=True)
     single = spectral.scale_by_spectral(**options)
-    state = single.init(whole[0])
+    state = compile_quickly(single.init, whole[0])(whole[0])
     update = compile_quickly(functools.partial(single.update, **given), whole[0], state)
     want = _two_steps(update, whole, state)
     if mode == "by_hand":
@@ -125,7 +125,7 @@ def _check(rule, variant, mode, names):
         assert_close(compile_quickly(update, *grads)(*grads), both, 1e-5)
         return
     tx = spectral.scale_by_spectral(sharding=None if mode == "explicit" else named[0], **options)
-    init = jax.jit(tx.init)(grads[0])
+    init = compile_quickly(tx.init, grads[0])(grads[0])
     # Compiled once: it refuses a state that does not lie where the one of init lies.
     update = compile_quickly(functools.partial(tx.update, **given), grads[0], init)
     got = _two_steps(update, grads, init)
