@@ -79,9 +79,9 @@ def hybrid(
       TypeError: as in :func:`~jaxkit.spectral.muon`.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax.numpy as jnp, optax
       >>> from jaxkit import spectral
-      >>> tx = spectral.hybrid(1.0, b1=0.0, scale="none", method="eigh")
+      >>> tx = spectral.hybrid(1.0, b1=0.0, scale="none", method="eigh", other=optax.sgd(1.0))
       >>> grads = {"kernel": jnp.diag(jnp.array([4.0, -0.5]))}
       >>> updates, _ = tx.update(grads, tx.init(grads))
       >>> print(updates["kernel"].round(3) + 0.0)

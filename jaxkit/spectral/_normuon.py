@@ -68,9 +68,9 @@ def normuon(
       TypeError: as in :func:`~jaxkit.spectral.muon`.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax.numpy as jnp, optax
       >>> from jaxkit import spectral
-      >>> tx = spectral.normuon(1.0, b1=0.0, scale="none", method="eigh")
+      >>> tx = spectral.normuon(1.0, b1=0.0, scale="none", method="eigh", other=optax.sgd(1.0))
       >>> grads = {"kernel": jnp.diag(jnp.array([4.0, -0.5]))}
       >>> updates, _ = tx.update(grads, tx.init(grads))
       >>> print(updates["kernel"].round(3) + 0.0)

@@ -60,9 +60,9 @@ def row_norm(
       TypeError: as in :func:`~jaxkit.spectral.muon`.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax.numpy as jnp, optax
       >>> from jaxkit import spectral
-      >>> tx = spectral.row_norm(1.0, b1=0.0, scale="none", row_floor=0.0)
+      >>> tx = spectral.row_norm(1.0, b1=0.0, scale="none", row_floor=0.0, other=optax.sgd(1.0))
       >>> grads = {"kernel": jnp.diag(jnp.array([4.0, -0.5]))}
       >>> updates, _ = tx.update(grads, tx.init(grads))
       >>> print(updates["kernel"].round(3) + 0.0)

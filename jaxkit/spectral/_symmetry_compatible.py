@@ -96,10 +96,11 @@ def symmetry_compatible(
         :func:`~jaxkit.spectral.muon`.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax.numpy as jnp, optax
       >>> from jaxkit import spectral
       >>> params = {"embed": jnp.ones((9, 4)), "lm_head": {"kernel": jnp.ones((4, 9))}}
-      >>> tx = spectral.symmetry_compatible(0.01, roles={"embedding": {"multiplier": 0.5}})
+      >>> roles = {"embedding": {"multiplier": 0.5}}
+      >>> tx = spectral.symmetry_compatible(0.01, roles=roles, other=optax.sgd(1.0))
       >>> updates, state = tx.update(params, tx.init(params))
       >>> print(updates["lm_head"]["kernel"].sum().round(4) + 0.0)  # a shift of all units
       0.0
