@@ -12,7 +12,7 @@ from jaxkit import spectral
 
 # Width and number of layers; a layer has four square and two 1 : 4 matrices.
 SIZES = {"smoke": (16, 1), "short": (256, 8), "full": (1024, 12)}
-ROUNDS = {"smoke": (2, 1), "short": (4, 1), "full": (20, 3)}  # of runs, of compilations
+ROUNDS = {"smoke": (2, 1), "short": (4, 2), "full": (20, 3)}  # of runs, of compilations
 RULE_ROUNDS = {"smoke": 2, "short": 15, "full": 20}
 VOCABULARY = 32  # times the width
 DEVICES = 8
