@@ -105,3 +105,21 @@ def by_path(tree):
     """Returns the dict from the path of each leaf, such as ``mlp/up/kernel``, to the leaf."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+def small_model(seed=0):
+    """Returns an embedding, a dense layer and a head with normal entries."""
+    shapes = {
+        "embed": {"embedding": (11, 4)},
+        "up": {"kernel": (4, 8), "bias": (8,)},
+        "lm_head": {"kernel": (4, 11)},
+    }
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def first_update(tx, params, grads):
+    """Returns the first update of an optimizer that may hold one of optax's."""
+    with jax.numpy_dtype_promotion("standard"):
+        return tx.update(grads, tx.init(params), params)[0]

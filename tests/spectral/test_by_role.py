@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from problems import assert_close
+from spectral.models import first_update, small_model
 
 from jaxkit import spectral
 
@@ -21,28 +22,12 @@ def _normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def _model(seed=0):
-    shapes = {
-        "embed": {"embedding": (11, 4)},
-        "up": {"kernel": (4, 8), "bias": (8,)},
-        "lm_head": {"kernel": (4, 11)},
-    }
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def _step(tx, params, grads):
-    with jax.numpy_dtype_promotion("standard"):
-        return tx.update(grads, tx.init(params), params)[0]
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_matrices_get_the_rule_and_the_rest_the_other(name):
     """-rate (scale_by_spectral + decay W) for hidden matrices, `other` for all that is left."""
     make, options = OPTIMIZERS[name]
-    params, grads = _model(), _model(1)
-    got = _step(make(0.5, weight_decay=0.25, other=optax.sgd(2.0)), params, grads)
+    params, grads = small_model(), small_model(1)
+    got = first_update(make(0.5, weight_decay=0.25, other=optax.sgd(2.0)), params, grads)
     tx = spectral.scale_by_spectral(**options)
     matrix = {"up": {"kernel": grads["up"]["kernel"]}}
     want = tx.update(matrix, tx.init(matrix))[0]["up"]["kernel"]

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from problems import assert_close, cross_entropy, digits
+from spectral.models import by_path, normal_like
 
 from jaxkit import spectral, train
 
@@ -48,24 +49,14 @@ def _block():
     return Block().init(KEY, tokens)["params"]
 
 
-def _normal_like(tree, seed=0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)
-
-
-def _by_path(tree):
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
-
-
 def test_hidden_matrices_are_orthogonalized_and_the_rest_goes_to_adamw():
     """Every leaf of a transformer gets the rule that describe says it gets."""
     params = _block()
-    grads = _normal_like(params)
+    grads = normal_like(params)
     tx = spectral.muon(0.5, scale="none", method="qdwh", other_learning_rate=0.01)
     adam = optax.nadam(0.01, b2=0.95)
-    updates = _by_path(tx.update(grads, tx.init(params), params)[0])
-    wants = _by_path(adam.update(grads, adam.init(params), params)[0])
+    updates = by_path(tx.update(grads, tx.init(params), params)[0])
+    wants = by_path(adam.update(grads, adam.init(params), params)[0])
     rules = {row.path: (row.rule, row.spec) for row in spectral.describe(params, optimizer="muon")}
     assert sorted(path for path, (rule, _) in rules.items() if rule == "polar") == [
         *(f"MultiHeadDotProductAttention_0/{k}/kernel" for k in ("key", "out", "query", "value")),
@@ -99,12 +90,12 @@ def test_default_adamw_is_optax_in_float32_and_survives_16_bits():
 
 def test_weight_decay_is_decoupled_and_only_of_the_matrices():
     """The update of a matrix gains -lr * decay * W; a bias gains nothing."""
-    params = _normal_like(_block(), 1)
-    grads = _normal_like(params)
+    params = normal_like(_block(), 1)
+    grads = normal_like(params)
     plain, decayed = spectral.muon(0.1), spectral.muon(0.1, weight_decay=0.5)
-    a = _by_path(plain.update(grads, plain.init(params), params)[0])
-    b = _by_path(decayed.update(grads, decayed.init(params), params)[0])
-    for path, leaf in _by_path(params).items():
+    a = by_path(plain.update(grads, plain.init(params), params)[0])
+    b = by_path(decayed.update(grads, decayed.init(params), params)[0])
+    for path, leaf in by_path(params).items():
         change = -0.05 * leaf if path.endswith(("up/kernel", "down/kernel", "_0/kernel")) else None
         if "Attention" in path and path.endswith("kernel"):
             change = -0.05 * leaf
@@ -117,7 +108,7 @@ def test_scanned_layers_keep_their_axes_behind_the_partition():
     params = {
         "layers": {"norm": {"scale": jnp.ones((3, 8))}, "q_proj": {"kernel": jnp.ones((3, 8, 8))}}
     }
-    grads = _normal_like(params)
+    grads = normal_like(params)
     tx = spectral.muon(1.0, scale="none", method="qdwh")
     updates, _ = tx.update(grads, tx.init(params), params)
     s = np.linalg.svd(updates["layers"]["q_proj"]["kernel"], compute_uv=False)
@@ -127,7 +118,7 @@ def test_scanned_layers_keep_their_axes_behind_the_partition():
 def test_schedules_and_injected_hyperparameters_change_the_rate():
     """A schedule is read at each step, and an injected rate may change without compiling again."""
     params = _block()
-    grads = _normal_like(params)
+    grads = normal_like(params)
     tx = spectral.muon(lambda step: 1.0 / (1 + step))
     state, updates = tx.init(params), []
     for _ in range(2):
@@ -158,7 +149,7 @@ def test_matrices_move_by_minus_the_rate_times_scale_by_spectral(nesterov):
     ours, rule = spectral.muon(0.1, **options), spectral.scale_by_spectral(**options)
     state, rule_state = ours.init(params), rule.init(params)
     for seed in range(2):
-        grads = _normal_like(params, seed)
+        grads = normal_like(params, seed)
         got, state = ours.update(grads, state, params)
         want, rule_state = rule.update(grads, rule_state)
         assert_close(got, jax.tree.map(lambda x: -0.1 * x, want), 1e-6)
@@ -195,7 +186,7 @@ def test_a_model_that_can_be_called_is_a_tree_like_others():
 def test_overrides_move_a_leaf():
     """A tied embedding or a head can be handed to the rule, and a matrix to the rest."""
     params = _block()
-    grads = _normal_like(params)
+    grads = normal_like(params)
     tx = spectral.muon(
         1.0,
         scale="none",

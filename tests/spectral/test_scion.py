@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from problems import assert_close
+from spectral.models import first_update, small_model
 
 from jaxkit import spectral
 
@@ -17,22 +18,6 @@ test_contract = contract.transformation(
 
 def _normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def _model(seed=0):
-    shapes = {
-        "embed": {"embedding": (11, 4)},
-        "up": {"kernel": (4, 8), "bias": (8,)},
-        "lm_head": {"kernel": (4, 11)},
-    }
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def _step(tx, params, grads):
-    with jax.numpy_dtype_promotion("standard"):
-        return tx.update(grads, tx.init(params), params)[0]
 
 
 def _norms(w):
@@ -49,9 +34,9 @@ def _norms(w):
 
 def test_steps_of_scion_are_the_ends_of_their_balls():
     """Each lmo has norm 1 and meets the dual norm: <G, lmo> is the largest over the ball."""
-    grads = _model(1)
+    grads = small_model(1)
     tx = spectral.scion(1.0, radius=1.0, head_radius=1.0, constrained=False, b1=0.0, method="qdwh")
-    lmo = jax.tree.map(lambda x: -x, _step(tx, _model(), grads))
+    lmo = jax.tree.map(lambda x: -x, first_update(tx, small_model(), grads))
     for name, norm in _norms(lmo).items():
         np.testing.assert_allclose(norm, 1.0, rtol=1e-5, err_msg=name)
     inner = lambda *path: sum(  # noqa: E731
@@ -70,12 +55,12 @@ def test_steps_of_scion_are_the_ends_of_their_balls():
 def test_constrained_scion_never_leaves_its_ball():
     """From inside, each step is a convex combination with a point of the ball."""
     tx = spectral.scion(0.3, radius=2.0, head_radius=5.0, method="qdwh")
-    params = jax.tree.map(lambda x: 0.0 * x, _model())
+    params = jax.tree.map(lambda x: 0.0 * x, small_model())
     state = tx.init(params)
     radii = {"up": 2.0, "bias": 2.0, "embed": 5.0, "head": 5.0}
     update = jax.jit(tx.update)
     for seed in range(12):
-        updates, state = update(_model(seed % 2), state, params)
+        updates, state = update(small_model(seed % 2), state, params)
         params = optax.apply_updates(params, updates)
         for name, norm in _norms(params).items():
             assert norm <= radii[name] * (1 + 1e-5), name
@@ -86,11 +71,11 @@ def test_scion_divides_a_convolution_by_its_window_and_keeps_momentum():
     """sqrt(out / in) / k^2 polar of (out, in k k); M <- (1 - a) M + a G for vectors."""
     kernel = _normal(3, 3, 4, 8)
     tx = spectral.scion(-1.0, radius=1.0, constrained=False, b1=0.0, method="qdwh")
-    got = _step(tx, {"kernel": kernel}, {"kernel": kernel})["kernel"]
+    got = first_update(tx, {"kernel": kernel}, {"kernel": kernel})["kernel"]
     u, _, vt = np.linalg.svd(np.asarray(kernel).reshape(36, 8), full_matrices=False)
     assert_close(got.reshape(36, 8), (u @ vt) * np.sqrt(8 / 4) / 9, 1e-5)
     weight = kernel.transpose(3, 2, 0, 1)  # as PyTorch and Equinox keep it
-    got_weight = _step(tx, {"weight": weight}, {"weight": weight})["weight"]
+    got_weight = first_update(tx, {"weight": weight}, {"weight": weight})["weight"]
     assert_close(got_weight.transpose(2, 3, 1, 0), got, 1e-5)
     tx = spectral.scion(-1.0, radius=2.0, constrained=False)
     grads = [_normal(5, seed=seed) for seed in (1, 2)]
@@ -115,8 +100,8 @@ def test_norms_of_scion_for_embeddings_and_heads(norm, want):
     tx = spectral.scion(
         -1.0, head_radius=1.0, constrained=False, b1=0.0, embedding=norm, head=norm, method="eigh"
     )
-    grads = _model(1)
-    got = _step(tx, _model(), grads)
+    grads = small_model(1)
+    got = first_update(tx, small_model(), grads)
     assert_close(got["embed"]["embedding"], want(np.asarray(grads["embed"]["embedding"])), 1e-5)
     assert_close(got["lm_head"]["kernel"].T, want(np.asarray(grads["lm_head"]["kernel"].T)), 1e-5)
 
@@ -128,6 +113,6 @@ def test_bad_radii_and_norms_are_named():
     with pytest.raises(ValueError, match="head must be one of 'sign', 'col_norm'.*got 'max'"):
         spectral.scion(0.1, head="max")
     injected = optax.inject_hyperparams(spectral.scion)(learning_rate=0.1, radius=3.0)
-    params, grads = _model(), _model(1)
-    want = _step(spectral.scion(0.1, radius=3.0), params, grads)
-    assert_close(_step(injected, params, grads), want, 1e-6)
+    params, grads = small_model(), small_model(1)
+    want = first_update(spectral.scion(0.1, radius=3.0), params, grads)
+    assert_close(first_update(injected, params, grads), want, 1e-6)

@@ -1,12 +1,12 @@
 """The whole stack: what each role gets, and how its options change."""
 
 import contract
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from problems import assert_close
+from spectral.models import first_update, small_model
 
 from jaxkit import spectral
 
@@ -25,26 +25,10 @@ test_contract = contract.transformation(
 )
 
 
-def _model(seed=0):
-    shapes = {
-        "embed": {"embedding": (11, 4)},
-        "up": {"kernel": (4, 8), "bias": (8,)},
-        "lm_head": {"kernel": (4, 11)},
-    }
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def _step(tx, params, grads):
-    with jax.numpy_dtype_promotion("standard"):
-        return tx.update(grads, tx.init(params), params)[0]
-
-
 def test_each_role_of_the_stack_gets_its_rule():
     """Hidden: Muon. Embedding: right-spectral. Head: the same, centered. Vectors: `other`."""
-    params, grads = _model(), _model(1)
-    got = _step(spectral.symmetry_compatible(0.5, other=optax.sgd(2.0)), params, grads)
+    params, grads = small_model(), small_model(1)
+    got = first_update(spectral.symmetry_compatible(0.5, other=optax.sgd(2.0)), params, grads)
     tokens = {"rule": "right_spectral", "b1": 0.9, "nesterov": True}
     roles = {
         ("up", "kernel"): {"rule": "polar", "nesterov": True},
@@ -61,15 +45,15 @@ def test_each_role_of_the_stack_gets_its_rule():
 
 def test_options_of_a_role_replace_its_defaults():
     """A multiplier, a decay, another rule; "other" sends a role away; the rest stays as it was."""
-    params, grads = _model(), _model(1)
-    plain = _step(spectral.symmetry_compatible(0.5, weight_decay=0.25), params, grads)
+    params, grads = small_model(), small_model(1)
+    plain = first_update(spectral.symmetry_compatible(0.5, weight_decay=0.25), params, grads)
     roles = {
         "embedding": {"multiplier": 0.5, "weight_decay": 0.125},
         "lm_head": "other",
         "mlp_gate_up": {"rule": "row_norm", "scale": "none", "b1": 0.0, "row_floor": 0.0},
     }
     tx = spectral.symmetry_compatible(0.5, weight_decay=0.25, roles=roles, other=optax.sgd(2.0))
-    got = _step(tx, params, grads)
+    got = first_update(tx, params, grads)
     old, new = plain["embed"]["embedding"], got["embed"]["embedding"]
     assert_close(new, 0.5 * (old - 0.5 * 0.125 * params["embed"]["embedding"]), 1e-6)
     np.testing.assert_array_equal(got["lm_head"]["kernel"], -2 * grads["lm_head"]["kernel"])
@@ -80,14 +64,14 @@ def test_options_of_a_role_replace_its_defaults():
 
 def test_rate_may_be_a_schedule_or_injected():
     """The multiplier scales both."""
-    params, grads = _model(), _model(1)
+    params, grads = small_model(), small_model(1)
     roles = {"embedding": {"multiplier": 0.25}}
     make = spectral.symmetry_compatible
-    want = _step(make(0.5, roles=roles), params, grads)
+    want = first_update(make(0.5, roles=roles), params, grads)
     schedule = make(lambda step: jnp.asarray(0.5), roles=roles)
-    assert_close(_step(schedule, params, grads), want, 1e-6)
+    assert_close(first_update(schedule, params, grads), want, 1e-6)
     injected = optax.inject_hyperparams(make)(learning_rate=0.5, roles=roles)
-    assert_close(_step(injected, params, grads), want, 1e-6)
+    assert_close(first_update(injected, params, grads), want, 1e-6)
 
 
 @pytest.mark.parametrize(
