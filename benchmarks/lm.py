@@ -1,13 +1,14 @@
 """A small language model, and the race of several optimizers on it.
 
 The model is a decoder as large ones are built: pre-norm blocks of attention and SwiGLU, learned
-positions, embedding and head untied. A run is one seed with one method; runs of a method share a
-compiled program, and two at a time use what a small model leaves idle of two cores.
+positions, embedding and head untied. All seeds of a method train in one vmap and a lap of steps is
+one scan; the methods take turns, lap by lap, so that their times compare.
 """
 
 import concurrent.futures
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -30,7 +31,7 @@ class Size(NamedTuple):
     context: int
     batch: int
     steps: int
-    lap: int  # steps of one compiled scan; divides steps
+    lap: int  # steps of one scan; divides steps
     held_out: int  # windows of the validation loss, a multiple of batch
 
     def __str__(self):
@@ -45,6 +46,7 @@ class Result(NamedTuple):
 
     train_loss: np.ndarray  # [seeds, steps]
     validation_loss: np.ndarray  # [seeds]
+    step_seconds: np.ndarray  # [laps], of all seeds together
 
 
 class Block(nn.Module):
@@ -85,38 +87,59 @@ class Decoder(nn.Module):
         return head(nn.RMSNorm(name="final_norm")(x))
 
 
-# A program knows neither the text nor the number of steps, so that races on several share it.
+class Programs(NamedTuple):
+    """The jitted functions of one method, each of many runs at once."""
+
+    start: Callable[..., Any]  # (params, keys, numbers) -> states
+    lap: Callable[..., Any]  # (states, windows [runs, lap, batch, context + 1]) -> states, metrics
+
+
+# A program knows neither the text nor the rates nor the number of steps, so that races share it.
 
 
 @functools.cache
 def _evaluations(model):
-    """Returns the jitted functions ``init(key, tokens)`` and ``evaluate(params, batches)``."""
+    """Returns the jitted ``init(keys, tokens)`` and ``evaluate(params, batches)`` of many runs."""
+
+    def init(keys, tokens):  # a loop, since that compiles sooner than a vmap
+        return jax.lax.map(lambda key: model.init(key, tokens), keys)
 
     def evaluate(params, batches):
         return jnp.mean(jax.lax.map(functools.partial(_loss, model, params), batches))
 
-    return jax.jit(model.init), jax.jit(evaluate)
+    return jax.jit(init), jax.jit(jax.vmap(evaluate, (0, None)))
 
 
 @functools.cache
-def _training(model, make):
-    """Returns the optimizer and the step of one method.
-
-    Its two rates and the number of steps live in the optimizer's state, so that runs with
-    different ones share a program. All decay alike: constant, then linear to zero over the last
-    40 percent.
-    """
-
-    def decay(horizon):
-        return optax.scale_by_schedule(lambda step: jnp.minimum(1.0, 2.5 * (1 - step / horizon)))
-
-    tx = optax.chain(optax.inject_hyperparams(make)(1.0, 1.0), optax.inject_hyperparams(decay)(1.0))
+def _programs(model, make):
+    """Returns the programs of the optimizer that ``make`` makes of two rates."""
+    tx = decaying(make)
 
     def loss_fn(params, windows, key):
         del key
         return _loss(model, params, windows)
 
-    return tx, train.make_step(train.backprop(loss_fn), tx)
+    def start(params, key, numbers):
+        state = train.create(params, tx, key)
+        return state._replace(opt_state=optax.tree.set(state.opt_state, **numbers))
+
+    lap = functools.partial(train.fit, train.make_step(train.backprop(loss_fn), tx))
+    return Programs(jax.jit(jax.vmap(start)), jax.jit(jax.vmap(lap), donate_argnums=0))
+
+
+def decaying(make):
+    """Returns the optimizer with its rates and the number of steps, ``horizon``, in its state.
+
+    All decay alike: constant, then linear to zero over the last 40 percent; steps after the last
+    change nothing.
+    """
+
+    def decay(horizon):
+        return optax.scale_by_schedule(lambda step: jnp.clip(2.5 * (1 - step / horizon), 0.0, 1.0))
+
+    return optax.chain(
+        optax.inject_hyperparams(make)(1.0, 1.0), optax.inject_hyperparams(decay)(1.0)
+    )
 
 
 def _loss(model, params, windows):
@@ -136,89 +159,89 @@ class Task:
         self.held_out = held_out.reshape(-1, size.batch, size.context + 1)
         self.model = Decoder(vocabulary, size.width, size.mlp, size.layers, size.heads)
 
-    def windows(self, seed):
-        """Returns the training windows of one seed, ``[steps, batch, context + 1]``."""
+    def laps(self, seeds):
+        """Yields the training windows, ``[seeds, lap, batch, context + 1]`` at a time."""
         high = len(self.tokens) - self.size.context
-        shape = (self.size.steps, self.size.batch, 1)
-        starts = np.random.default_rng(seed).integers(high, size=shape)
-        return self.tokens[starts + np.arange(self.size.context + 1)]
+        draws = [np.random.default_rng(seed) for seed in seeds]
+        for _ in range(self.size.steps // self.size.lap):
+            shape = (self.size.lap, self.size.batch, 1)
+            starts = np.stack([draw.integers(high, size=shape) for draw in draws])
+            yield self.tokens[starts + np.arange(self.size.context + 1)]
 
-    def start(self, make, rates, seed, steps):
-        """Returns the state before the first of ``steps`` steps."""
+    def start(self, make, rates, seeds, horizon):
+        """Returns the states of all seeds before the first step."""
         init, _ = _evaluations(self.model)
-        tx, _ = _training(self.model, make)
-        key = jax.random.key(seed)
-        state = train.create(init(key, self.held_out[0, :1, :-1]), tx, key)
-        numbers = {name: jnp.float32(x) for name, x in {**rates, "horizon": steps}.items()}
-        return state._replace(opt_state=optax.tree.set(state.opt_state, **numbers))
+        keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+        numbers = {
+            name: jnp.asarray(np.broadcast_to(np.float32(x), len(seeds)))
+            for name, x in {**rates, "horizon": horizon}.items()
+        }
+        params = init(keys, self.held_out[0, :1, :-1])
+        return _programs(self.model, make).start(params, keys, numbers)
 
-    def run(self, make, rates, seed, steps):
-        """Trains once; returns the loss of each step and the validation loss at the end."""
-        _, evaluate = _evaluations(self.model)
-        _, step = _training(self.model, make)
-        state, losses = self.start(make, rates, seed, steps), []
-        for windows in np.split(self.windows(seed)[:steps], steps // self.size.lap):
-            state, metrics = train.fit(step, state, windows)
-            losses.append(metrics["loss"])
-        return np.concatenate(losses), float(evaluate(state.params, self.held_out))
-
-    def race(self, makers, rates, seeds, track, *, steps=None):
+    def race(self, makers, rates, seeds, track, *, horizons=None):
         """Trains with each method and its rates from the same seeds: ``{name: Result}``.
 
         ``makers[name]`` makes the optimizer of two rates, ``rates[name]`` holds them by name,
-        and ``steps[name]``, if given, the number of steps. A seed gives the same start and the
-        same batches to all.
+        and ``horizons[name]``, if given, the number of steps until its rates are zero. A seed
+        gives the same start and the same batches to all.
         """
-        steps = steps or dict.fromkeys(makers, self.size.steps)
-        runs = [(makers[name], rates[name], seed, steps[name]) for seed in seeds for name in makers]
-        results = self._run_all(runs, track([f"seed {run[2]}" for run in runs]))
-        found = {}
-        for index, name in enumerate(makers):
-            losses, validation = zip(*results[index :: len(makers)], strict=True)
-            found[name] = Result(np.stack(losses), np.array(validation))
-        return found
+        _, evaluate = _evaluations(self.model)
+        horizons = horizons or dict.fromkeys(makers, self.size.steps)
+        laps = {name: _programs(self.model, make).lap for name, make in makers.items()}
+        windows = list(self.laps(seeds))
+        losses = {name: [] for name in makers}
+
+        def start(name):
+            return self.start(makers[name], rates[name], seeds, horizons[name])
+
+        def warm_up(name):
+            jax.block_until_ready(laps[name](start(name), windows[0]))
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(warm_up, makers))
+        states = {name: start(name) for name in makers}
+
+        def call(name):
+            done = len(losses[name])
+            states[name], metrics = laps[name](states[name], windows[done])
+            losses[name].append(metrics["loss"])
+            return metrics["loss"]
+
+        labels = [f"{self.size.lap * (lap + 1)} steps" for lap in range(len(windows))]
+        calls = {name: functools.partial(call, name) for name in makers}
+        seconds = harness.alternate(calls, track(labels))
+        return {
+            name: Result(
+                np.concatenate(losses[name], axis=1),
+                np.asarray(evaluate(states[name].params, self.held_out)),
+                np.array(seconds[name]) / self.size.lap,
+            )
+            for name in makers
+        }
 
     def search(self, makers, grids, seeds, track):
         """Returns each method's mean validation loss over ``seeds`` at the points of its grid.
 
         ``grids[name]`` maps two rates to their values; a table is ``[first, second]``.
         """
+        _, evaluate = _evaluations(self.model)
         tables = {}
         for name, label in zip(makers, track(list(makers)), strict=True):
             del label
             (first, firsts), (second, seconds) = grids[name].items()
-            runs = [
-                (makers[name], {first: x, second: y}, seed, self.size.steps)
-                for x in firsts
-                for y in seconds
-                for seed in seeds
-            ]
-            losses = [loss for _, loss in self._run_all(runs, runs)]
-            tables[name] = np.reshape(losses, (len(firsts), len(seconds), -1)).mean(-1)
+            runs = [(y, seed) for y in seconds for seed in seeds]
+            table = []
+            for x in firsts:
+                rates = {first: x, second: [y for y, _ in runs]}
+                own_seeds = [seed for _, seed in runs]
+                states = self.start(makers[name], rates, own_seeds, self.size.steps)
+                for windows in self.laps(own_seeds):
+                    states, _ = _programs(self.model, makers[name]).lap(states, windows)
+                found = np.asarray(evaluate(states.params, self.held_out))
+                table.append(found.reshape(len(seconds), len(seeds)).mean(1))
+            tables[name] = np.array(table)
         return tables
-
-    def step_seconds(self, makers, rates, rounds):
-        """Returns the seconds of a step in each of ``rounds``, one run at a time."""
-        windows, calls = self.windows(0)[: self.size.lap], {}
-        for name, make in makers.items():
-            states = [self.start(make, rates[name], 0, self.size.steps)]
-            _, step = _training(self.model, make)
-
-            def call(step=step, states=states):
-                state, metrics = train.fit(step, states.pop(), windows)
-                states.append(state)
-                return metrics["loss"]
-
-            calls[name] = call
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiles
-            list(pool.map(lambda call: jax.block_until_ready(call()), calls.values()))
-        seconds = harness.alternate(calls, rounds)
-        return {name: np.array(seconds[name]) / self.size.lap for name in makers}
-
-    def _run_all(self, runs, labels):
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            pairs = zip(labels, pool.map(lambda run: self.run(*run), runs), strict=True)
-            return [result for _, result in pairs]
 
 
 def losses(ours, results, *, case, metric, size, unit, seeds):
@@ -235,17 +258,18 @@ def losses(ours, results, *, case, metric, size, unit, seeds):
     )
 
 
-def times(ours, seconds, *, case, size):
-    """Yields the rows of the step times, round by round."""
+def times(ours, results, *, case, size):
+    """Yields the rows of the step times, lap by lap."""
+    (runs, _), laps = results[ours[0]].train_loss.shape, size.steps // size.lap
     return harness.versus(
         ours,
-        {name: 1e3 * x for name, x in seconds.items()},
+        {name: 1e3 * result.step_seconds for name, result in results.items()},
         case=case,
         size=str(size),
-        metric="time per step",
+        metric=f"time per step of {runs} seeds",
         unit="ms",
         better="down",
-        seeds=range(len(seconds[ours[0]])),
+        seeds=range(laps),
     )
 
 

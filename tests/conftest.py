@@ -1,14 +1,21 @@
 """Global test settings: eight CPU devices, strict promotion, warnings as errors (pyproject)."""
 
+import importlib.metadata
 import os
 
 # Before jax is imported: XLA reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
+# Compiling takes most of the time, and two thirds of it go into these optimizations of machine
+# code. XLA's own passes all run, so that tests may read what they leave.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+_FLAGS = {"xla_force_host_platform_device_count": "8"}
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # others abort, not knowing it
+    _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
+_given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join(
+    [_given, *(f"--{name}={value}" for name, value in _FLAGS.items() if name not in _given)]
+).strip()
 
 import jax  # noqa: E402
 

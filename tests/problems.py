@@ -78,12 +78,18 @@ def assert_same_layout(got, want):
         assert x.sharding.is_equivalent_to(y, x.ndim), (x.sharding, y)
 
 
-def compile_quickly(fun, *args):
-    """Returns ``fun`` compiled for ``args``: slow to run, up to four times as quick to compile."""
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    if jax.__version_info__ < (0, 11):  # later ones do not have it
-        quick["xla_cpu_use_fusion_emitters"] = False
-    return jax.jit(fun).lower(*args).compile(compiler_options=quick)
+def compile_for(fun, *args):
+    """Returns ``fun`` compiled for ``args``."""
+    return jax.jit(fun).lower(*args).compile()
+
+
+def jit_as_by_default(fun):
+    """Returns ``fun`` jitted with the fusions that users get, which conftest turns off.
+
+    Where bits of two programs are compared, they depend on them.
+    """
+    known = jax.__version_info__ < (0, 11)
+    return jax.jit(fun, compiler_options={"xla_cpu_use_fusion_emitters": True} if known else None)
 
 
 JOIN = """

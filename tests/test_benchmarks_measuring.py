@@ -212,30 +212,37 @@ def standard_promotion():
 def test_windows_depend_on_the_seed_alone():
     """A second run sees the same windows, another seed others, and all lie in the text."""
     task = lm.Task(SIZE._replace(steps=500))
-    windows = task.windows(3)
-    assert windows.shape == (500, 4, 9)
-    assert np.array_equal(windows, task.windows(3))
-    assert not np.array_equal(windows, task.windows(4))
+
+    def windows(*seeds):
+        laps = list(task.laps(seeds))
+        assert len(laps) == 100
+        return np.concatenate(laps, axis=1)
+
+    both = windows(3, 4)
+    assert both.shape == (2, 500, 4, 9)
+    assert np.array_equal(both[:1], windows(3))
+    assert np.array_equal(both[::-1], windows(4, 3))
+    assert not np.array_equal(both[0], both[1])
     task.tokens = np.arange(20)  # so few that the first and last starts, 0 and 11, are drawn
-    windows = task.windows(3)
-    assert (windows.min(), windows.max()) == (0, 19)
-    assert np.all(np.diff(windows) == 1)
+    few = windows(3)
+    assert (few.min(), few.max()) == (0, 19)
+    assert np.all(np.diff(few) == 1)
     assert task.held_out.shape == (2, 4, 9)
 
 
 @pytest.mark.parametrize("steps", [10, 20])
 def test_rate_is_constant_and_falls_over_the_last_40_percent(steps, standard_promotion):
-    """Step 0.6 N is the last at the whole rate; the last of all has 1 / 0.4 N of it."""
-    task = lm.Task(SIZE)
-    tx, _ = lm._training(task.model, _sgd_of_two_rates)
+    """Step 0.6 N is the last at the whole rate, step N the last that moves, by 1 / 0.4 N of it."""
+    tx = lm.decaying(_sgd_of_two_rates)
     state = tx.init(jnp.zeros(2))
     state = optax.tree.set(state, learning_rate=1.0, other_learning_rate=0.0, horizon=float(steps))
     rates = []
-    for _ in range(steps):
+    for _ in range(steps + 3):
         updates, state = tx.update(jnp.ones(2), state)
         rates.append(-float(updates[0]))
     fall = np.arange(0.4 * steps, 0, -1) / (0.4 * steps)
-    np.testing.assert_allclose(rates, [1.0] * round(0.6 * steps) + list(fall), rtol=1e-6)
+    want = [1.0] * round(0.6 * steps) + list(fall) + [0.0] * 3
+    np.testing.assert_allclose(rates, want, rtol=1e-6)
 
 
 def _sgd_of_two_rates(learning_rate, other_learning_rate):
@@ -282,12 +289,12 @@ def test_only_embedding_and_head_differ_between_the_rules(standard_promotion):
         seen.append(one)
 
 
-def test_equal_time_gives_whole_laps_and_the_quickest_all_steps():
-    """Twice as slow is half the steps; 1.3 times as slow is 76 of 100, cut to laps of ten."""
-    size = SIZE._replace(steps=100, lap=10)
+def test_equal_time_gives_the_quickest_all_steps():
+    """Twice as slow is half the steps; 1.3 times as slow is 77 of 100."""
     seconds = {"a": np.array([1.0, 2.0, 4.0]), "b": np.array([2.0, 4.0, 8.0])}
     seconds["c"] = 1.3 * seconds["a"]
-    assert bench_stack.equal_time_steps(size, seconds) == {"a": 100, "b": 50, "c": 70}
+    results = {name: lm.Result(np.zeros((5, 100)), np.zeros(5), x) for name, x in seconds.items()}
+    assert bench_stack.equal_time_steps(results) == {"a": 100, "b": 50, "c": 77}
 
 
 @pytest.mark.slow
@@ -295,18 +302,21 @@ def test_race_is_paired(standard_promotion):
     """The same method under two names gives the same losses, and with half the steps the first.
 
     Until the rate falls, that is: at step 7 of 10, and the loss of a step is from before it.
+    After its last step nothing moves, so that two laps of one batch would have the same losses.
     """
     makers = dict.fromkeys(("one", "two", "half"), methods.adamw)
     task, rates = lm.Task(SIZE), dict.fromkeys(makers, RATES)
-    found = task.race(makers, rates, (1, 2), iter, steps={"one": 20, "two": 20, "half": 10})
+    found = task.race(makers, rates, (1, 2), iter, horizons={"one": 20, "two": 20, "half": 10})
     one, two, half = (found[name] for name in makers)
     assert np.array_equal(one.train_loss, two.train_loss)
     assert np.array_equal(one.validation_loss, two.validation_loss)
-    assert (one.train_loss.shape, half.train_loss.shape) == ((2, 20), (2, 10))
+    assert one.train_loss.shape == half.train_loss.shape == (2, 20)
     assert np.array_equal(one.train_loss[:, :8], half.train_loss[:, :8])
-    assert np.all(one.train_loss[:, 8:10] != half.train_loss[:, 8:])
+    assert np.all(one.train_loss[:, 8:] != half.train_loss[:, 8:])
     assert np.all(one.train_loss[0, 1:] != one.train_loss[1, 1:])
     assert np.all(one.validation_loss < np.log(256))
+    assert one.step_seconds.shape == (SIZE.steps // SIZE.lap,)
+    assert np.all(one.step_seconds > 0)
 
 
 @pytest.mark.slow
@@ -318,12 +328,3 @@ def test_search_finds_what_a_race_finds(standard_promotion):
     assert table.shape == (2, 3)
     found = task.race(makers, {"one": RATES}, (1, 2), iter)["one"]
     np.testing.assert_allclose(table[1, 0], found.validation_loss.mean(), rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_step_seconds_has_a_time_for_each_round(standard_promotion):
-    """Each method is timed once a round."""
-    makers = {"one": methods.adamw}
-    seconds = lm.Task(SIZE).step_seconds(makers, {"one": RATES}, range(3))
-    assert seconds["one"].shape == (3,)
-    assert np.all(seconds["one"] > 0)

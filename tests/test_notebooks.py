@@ -38,7 +38,8 @@ def kernel_folders(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path))
     inherited = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), inherited])))
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # one device, as a reader has
+    for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):  # as a reader has them
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("MPLBACKEND", raising=False)  # else no figure reaches the notebook
 
 

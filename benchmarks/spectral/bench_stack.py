@@ -6,13 +6,17 @@ from benchmarks import lm, tuning
 from benchmarks.spectral import bench_muon, methods
 
 SIZES = {form: size._replace(corpus="library_sources") for form, size in bench_muon.SIZES.items()}
-SEEDS, ROUNDS, TUNE_SEEDS = bench_muon.SEEDS, bench_muon.ROUNDS, bench_muon.TUNE_SEEDS
+SEEDS, TUNE_SEEDS = bench_muon.SEEDS, bench_muon.TUNE_SEEDS
 MAKERS = {
     methods.STACK: methods.stack,
     "optax.contrib.muon": methods.optax_muon,
     "optax.adamw": methods.adamw,
 }
-GRIDS = {**dict.fromkeys(MAKERS, bench_muon.GRID), "optax.adamw": bench_muon.ADAMW_GRID}
+GRIDS = {
+    methods.STACK: {**bench_muon.GRID, "other_learning_rate": (0.02, 0.04, 0.08, 0.16)},
+    "optax.contrib.muon": bench_muon.GRID,
+    "optax.adamw": bench_muon.ADAMW_GRID,
+}
 OURS = (methods.STACK,)
 ABOUT = {"case": "whole stack", "unit": "nats per byte"}
 
@@ -20,31 +24,29 @@ ABOUT = {"case": "whole stack", "unit": "nats per byte"}
 def run(context):
     size, seeds = SIZES[context.form], SEEDS[context.form]
     rates = {name: tuning.chosen(context, name) for name in MAKERS}
-    task = lm.Task(size)
-    rounds = context.track([f"timing {i + 1}" for i in range(ROUNDS)])
-    seconds = task.step_seconds(MAKERS, rates, rounds)
+    task, about = lm.Task(size), {**ABOUT, "size": size, "seeds": seeds}
     results = task.race(MAKERS, rates, seeds, context.track)
-    about = {**ABOUT, "size": size, "seeds": seeds}
     yield from lm.losses(OURS, results, **about, metric="validation loss")
-    yield from lm.times(OURS, seconds, case=ABOUT["case"], size=size)
+    yield from lm.times(OURS, results, case=ABOUT["case"], size=size)
     yield from lm.curves(results, **ABOUT)
 
-    steps = equal_time_steps(size, seconds)
-    fewer = {name: make for name, make in MAKERS.items() if steps[name] < size.steps}
-    timed = {**results, **task.race(fewer, rates, seeds, context.track, steps=steps)}
-    yield from lm.losses(OURS, timed, **about, metric="validation loss at equal time")
+    horizons = equal_time_steps(results)
+    fewer = {name: make for name, make in MAKERS.items() if horizons[name] < size.steps}
+    timed = task.race(fewer, rates, seeds, context.track, horizons=horizons)
+    metric = "validation loss at equal time"
+    yield from lm.losses(OURS, {**results, **timed}, **about, metric=metric)
 
 
-def equal_time_steps(size, seconds):
-    """Returns the steps that each method takes while the quickest takes ``size.steps``.
+def equal_time_steps(results):
+    """Returns the steps that each method takes while the quickest takes all of its own.
 
-    The ratio of the step times is taken round by round, and laps are cut off to whole ones; the
-    decay of the learning rate is stretched over the own number of steps.
+    The ratio of the step times is taken lap by lap. The decay of the learning rate is stretched
+    over the own number of steps.
     """
+    seconds = {name: result.step_seconds for name, result in results.items()}
     quickest = min(seconds, key=lambda name: np.median(seconds[name]))
-    share = {name: np.median(seconds[quickest] / x) for name, x in seconds.items()}
-    laps = {name: max(1, int(x * size.steps / size.lap + 1e-6)) for name, x in share.items()}
-    return {name: count * size.lap for name, count in laps.items()}
+    steps = results[quickest].train_loss.shape[1]
+    return {name: round(steps * np.median(seconds[quickest] / x)) for name, x in seconds.items()}
 
 
 def tune(context):

@@ -59,7 +59,7 @@ def describe(params, *, optimizer="symmetry_compatible", roles=None, rules=None,
     Args:
       params: any tree of arrays or ``jax.ShapeDtypeStruct``.
       optimizer: name of the optimizer whose rules are shown, static: ``"symmetry_compatible"``,
-        ``"scion"`` (with its default norms), ``"muon"``, ``"polargrad"``, ``"normuon"``,
+        or with its default norms or order ``"scion"``, ``"muon"``, ``"polargrad"``, ``"normuon"``,
         ``"row_norm"`` or ``"hybrid"``.
       roles: as in :func:`symmetry_compatible`, only for it, static.
       rules: as in :func:`label_params`, static.

@@ -121,6 +121,8 @@ def make_rule(name, *, alpha, eps, eps_mode, row_floor, rows, centered, b2):
         _check.between("row_floor", row_floor, 0.0, math.inf)
     elif has_floor and eps_mode == "relative":
         row_floor = 0.1
+    if rows == "feature" and not (has_floor or name == "normuon" or centered):
+        raise ValueError(f"rows='feature' needs a rule with rows, or centered, got rule={name!r}.")
     if b2 is not None:
         if name != "normuon":
             raise ValueError(f"b2 belongs to rule='normuon', got {b2} with rule={name!r}.")

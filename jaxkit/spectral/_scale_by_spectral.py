@@ -96,8 +96,8 @@ def scale_by_spectral(
       row_floor: see ``eps_mode``, a number or traced; None: 0.1. Rows far below the others move
         less: without it a row that gets no gradient any more keeps moving at full size until its
         momentum has decayed to eps, some 200 steps.
-      rows: static; ``"unit"``, or ``"feature"`` for row rules on the columns, as suits the
-        down-projection of an MLP, whose features are its neurons.
+      rows: static; ``"unit"``, or ``"feature"`` for row rules, normuon and centering on the
+        columns, as suits the down-projection of an MLP, whose features are its neurons.
       centered: static; subtracts the mean over the rows before the rule and after it, as suits an
         output head or router, where the same row added to all changes nothing.
       polar_first: static; the momentum averages the factors of the gradients instead, and is

@@ -123,3 +123,14 @@ def first_update(tx, params, grads):
     """Returns the first update of an optimizer that may hold one of optax's."""
     with jax.numpy_dtype_promotion("standard"):
         return tx.update(grads, tx.init(params), params)[0]
+
+
+def kernels(shapes, seed=0):
+    """Returns a tree of matrices of these shapes."""
+    rng = np.random.default_rng(seed)
+    return {f"w{i}": {"kernel": np.float32(rng.normal(size=s))} for i, s in enumerate(shapes)}
+
+
+def kernel_specs(specs):
+    """Returns these specs in the tree of ``kernels``."""
+    return {f"w{i}": {"kernel": spec} for i, spec in enumerate(specs)}

@@ -16,26 +16,18 @@ from problems import (
     place,
     run_two_processes,
 )
+from spectral.models import kernel_specs, kernels
 
 from benchmarks.collectives import collective_bytes
 from jaxkit import spectral
 from jaxkit.spectral import MatrixSpec
 
 
-def _params(shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return {f"w{i}": {"kernel": np.float32(rng.normal(size=s))} for i, s in enumerate(shapes)}
-
-
-def _tree(specs):
-    return {f"w{i}": {"kernel": spec} for i, spec in enumerate(specs)}
-
-
 # One batched program and another round differently; the rest of 1e-5 is room for that.
 def _check(kind, shapes, specs, *, collectives, distribute=(), **options):
     """Compares with one device, checks layouts, and returns the kinds of collectives."""
-    mesh, params = make_mesh(kind), _params(shapes)
-    placed, named = place(mesh, params, _tree(specs))
+    mesh, params = make_mesh(kind), kernels(shapes)
+    placed, named = place(mesh, params, kernel_specs(specs))
     single = spectral.scale_by_spectral(**options)
     tx = spectral.scale_by_spectral(
         sharding=None if kind == "explicit" else named, distribute=distribute, **options
@@ -158,7 +150,7 @@ def test_eight_matrices_cross_once_each_way(kind):
 def test_the_work_is_shared_without_repeats(kind):
     """The operations per device are an eighth of one device's, to 2 percent."""
     shapes = [(64, 256)] * 8
-    params = _params(shapes)
+    params = kernels(shapes)
     tx = spectral.scale_by_spectral()
     # Pieces for a CPU's cache are a loop, whose body XLA counts once: these matrices need none.
     one = jax.jit(tx.update).lower(params, tx.init(params)).compile().cost_analysis()["flops"]
@@ -204,103 +196,11 @@ def test_optax_muon_moves_twenty_times_as_much_where_it_runs(kind):
     assert sum(moved.values()) >= 20 * 2 * 256 * 1024 * 4
 
 
-@both_kinds
-def test_inside_a_users_shard_map(kind):
-    """With specs the update over local shards is that of the whole, all axes manual or some."""
-    shapes = [(64, 32), (32, 64), (64, 32)]
-    params = _params(shapes)
-    specs = _tree([P("data", "model"), P("model", "data"), P(("data", "model"), None)])
-    options = {"scale": "muon", "alpha": 1.0}
-    single = spectral.scale_by_spectral(**options)
-    want, _ = jax.jit(single.update)(params, single.init(params))
-    mesh = make_mesh(kind)
-    placed, _ = place(mesh, params, specs)
-    tx = spectral.scale_by_spectral(sharding=specs, **options)
-
-    def update(params):
-        return tx.update(params, tx.init(params))[0]
-
-    whole = jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    assert_close(jax.jit(whole)(placed), want, 1e-5)
-
-    def only_data(spec):
-        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-        return P(*("data" if "data" in entry else None for entry in entries))
-
-    outer = jax.tree.map(only_data, specs, is_leaf=is_spec)
-    some = jax.shard_map(update, mesh=mesh, in_specs=(outer,), out_specs=outer, axis_names={"data"})
-    with jax.set_mesh(mesh):
-        assert_close(jax.jit(some)(placed), want, 1e-5)
-
-
-def _inside(tx, params, specs, vary, mesh):
-    """Updates in a user's shard_map; leaves named in ``vary`` differ from device to device."""
-
-    def update(params):
-        shift = jax.lax.axis_index("data").astype(jnp.float32)
-        grads = {k: {"kernel": x["kernel"] + shift} if k in vary else x for k, x in params.items()}
-        return tx.update(grads, tx.init(params))[0]
-
-    out = {k: {"kernel": P("data") if k in vary else s["kernel"]} for k, s in specs.items()}
-    return jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=out))(params)
-
-
-def test_leaves_that_vary_and_leaves_that_do_not_share_no_bucket():
-    """In a user's shard_map a replicated leaf stays so beside one of its shape that varies."""
-    params, specs = _params([(64, 32)] * 2), _tree([P(), P()])
-    mesh, tx = make_mesh("auto"), spectral.scale_by_spectral()
-    placed, _ = place(mesh, params, specs)
-    got = _inside(tx, placed, specs, {"w0"}, mesh)
-    want, _ = tx.update(params, tx.init(params))
-    assert_close(got["w1"]["kernel"], want["w1"]["kernel"], 1e-5)
-    shifted = {"w": params["w0"]["kernel"] + 3}
-    last, _ = tx.update(shifted, tx.init(shifted))
-    assert_close(got["w0"]["kernel"][-64:], last["w"], 1e-5)
-
-
-def test_distributed_gradients_without_their_mean_are_refused():
-    """Devices must not share the work on matrices that differ from one to the other."""
-    params, specs = _params([(64, 32)]), _tree([P()])
-    mesh = make_mesh("auto")
-    placed, _ = place(mesh, params, specs)
-    tx = spectral.scale_by_spectral(sharding=specs, distribute=("data",))
-    with pytest.raises(ValueError, match=r"got w0/kernel, which varies over \['data'\]"):
-        _inside(tx, placed, specs, {"w0"}, mesh)
-    single = spectral.scale_by_spectral()
-    want, _ = single.update(params, single.init(params))
-    assert_close(_inside(tx, placed, specs, set(), mesh), want, 1e-5)
-
-
-def test_fused_leaf_inside_a_users_shard_map_scales_its_own_part():
-    """Where the cut axis is split by hand, every device finds its part of the scales."""
-    params = _params([(8, 32)])
-    options = {
-        "scale": "muon",
-        "overrides": {"*": MatrixSpec(unit=1, feature=0, split=((12, 20), 1))},
-    }
-    single = spectral.scale_by_spectral(**options)
-    want, _ = single.update(params, single.init(params))
-    mesh, specs = make_mesh("auto"), _tree([P(None, "data")])
-    placed, _ = place(mesh, params, specs)
-    for tx in (
-        spectral.scale_by_spectral(sharding=specs, **options),
-        spectral.muon(-1.0, nesterov=False, sharding=specs, **options),
-    ):
-        update = jax.shard_map(
-            lambda params, tx=tx: tx.update(params, tx.init(params))[0],
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=specs,
-        )
-        with jax.numpy_dtype_promotion("standard"):
-            assert_close(jax.jit(update)(placed), want, 1e-5)
-
-
 def test_seeds_sharded_under_vmap():
     """vmap over seeds on a mesh axis of their own is a loop over them (Auto axes)."""
     mesh = make_mesh("auto", (2, 2, 2), ("seed", "data", "model"))
-    params = _params([(64, 32), (32, 64)])
-    specs = _tree([P("data", "model"), P("model", None)])
+    params = kernels([(64, 32), (32, 64)])
+    specs = kernel_specs([P("data", "model"), P("model", None)])
     _, named = place(mesh, params, specs)
     seeds = jax.tree.map(lambda x: np.stack([x, 2 * x + 1]), params)
     stacked = jax.tree.map(lambda s: P("seed", *s), specs, is_leaf=is_spec)
@@ -348,7 +248,7 @@ def test_whole_muon_keeps_every_leafs_layout(kind):
 @both_kinds
 def test_polar_of_a_sharded_matrix(kind):
     """The function itself keeps an Explicit sharding, and gives the numbers of one device."""
-    x = _params([(64, 32)])["w0"]["kernel"]
+    x = kernels([(64, 32)])["w0"]["kernel"]
     placed = jax.device_put(x, NamedSharding(make_mesh(kind), P("data", "model")))
     for method in ("newton_schulz", "gram", "qdwh", "eigh"):
         got = jax.jit(lambda x, method=method: spectral.polar(x, method))(placed)
@@ -359,26 +259,35 @@ def test_polar_of_a_sharded_matrix(kind):
 
 def test_wrong_specs_cost_bytes_not_correctness():
     """A spec that names the wrong axes, or one that does not divide, still gives the update."""
-    params = _params([(64, 32)])
+    params = kernels([(64, 32)])
     mesh = make_mesh("auto")
-    placed, _ = place(mesh, params, _tree([P("data")]))
+    placed, _ = place(mesh, params, kernel_specs([P("data")]))
     single = spectral.scale_by_spectral()
     want, _ = single.update(params, single.init(params))
     for wrong in (P(None, "model"), P(("data", "model"), None)):
-        tx = spectral.scale_by_spectral(sharding=_tree([wrong]))
+        tx = spectral.scale_by_spectral(sharding=kernel_specs([wrong]))
         got, _ = jax.jit(tx.update)(placed, tx.init(placed))
         assert_close(got, want, 1e-5)
 
 
 def test_bad_sharding_is_named():
     """A missing entry, too many entries, and distribute without what it needs raise."""
-    params = _params([(64, 32)])
-    placed, named = place(make_mesh("auto"), params, _tree([P("data")]))
+    params = kernels([(64, 32)])
+    placed, named = place(make_mesh("auto"), params, kernel_specs([P("data")]))
+    specs = kernel_specs
     for options, leaf, match in (
         ({"sharding": {"other": P()}}, placed, "entry for w0/kernel, got other"),
-        ({"sharding": _tree([P(None, None, "data")])}, placed, "at most 2 entries for w0/kernel"),
-        ({"sharding": _tree([P("dta")])}, placed, "axes of the mesh, each once.*'dta'.*w0/kernel"),
-        ({"sharding": _tree([P("data", "data")])}, placed, "axes of the mesh, each once"),
+        (
+            {"sharding": specs([P(None, None, "data")])},
+            placed,
+            "at most 2 entries for w0/kernel",
+        ),
+        (
+            {"sharding": specs([P("dta")])},
+            placed,
+            "axes of the mesh, each once.*'dta'.*w0/kernel",
+        ),
+        ({"sharding": specs([P("data", "data")])}, placed, "axes of the mesh, each once"),
         ({"distribute": ("model",)}, placed, r"sharding= where they are not Explicit"),
         ({"distribute": ("model",)}, params, r"needs a mesh with these axes at w0/kernel"),
         ({"distribute": "pipe", "sharding": named}, placed, r"distribute=\('pipe',\) needs a mesh"),

@@ -26,7 +26,8 @@ def test_size_of_normalized_rows_lies_between_its_bounds():
         options = {"row_floor": 0.0}
         ratio = direction("row_then_polar", x, alpha=1.0, **options)
         nu = np.linalg.norm(ratio, 2) / np.linalg.norm(direction("row_then_polar", x, **options), 2)
-        assert np.sqrt(v) * (1 - 1e-9) <= nu <= most * (1 + 1e-9)
+        # Rank one meets the bound to the root of eps, since eigh squares the singular values.
+        assert np.sqrt(v) * (1 - 1e-7) <= nu <= most * (1 + 1e-7)
 
 
 def test_alpha_cancels_where_rows_are_normalized_last():

@@ -331,7 +331,7 @@ def test_each_role_has_its_own_numbers_at_every_step():
     for t, (old, new) in enumerate(zip(plain, ruled, strict=True)):
         rate = 0.5**t
         assert_equal(new["mix"]["bias"], old["mix"]["bias"])
-        assert_equal(new["embed"]["embedding"], 0.5 * old["embed"]["embedding"])
+        assert_close(new["embed"]["embedding"], 0.5 * old["embed"]["embedding"], 1e-6)
         (fresh,) = moves(at_one, {"router": grads[t]["mlp"]["gate"]})
         assert_close(new["mlp"]["gate"]["kernel"], rate * fresh["router"]["kernel"], 1e-5)
         head, weight = old["lm_head"]["kernel"], params["lm_head"]["kernel"]

@@ -191,6 +191,7 @@ def test_one_column_and_diagonals_are_signs(rule):
         ({"rule": "polar", "row_floor": 0.1}, "row_floor belongs to row rules"),
         ({"rule": "row_norm", "row_floor": 0.1, "eps_mode": "absolute"}, "eps_mode='absolute'"),
         ({"rule": "row_norm", "row_floor": -0.1}, r"row_floor must be in \[0.0, inf\), got -0.1"),
+        ({"rule": "polar", "rows": "feature"}, "rows='feature' needs a rule with rows, .*'polar'"),
         ({"rule": "polar", "b2": 0.9}, "b2 belongs to rule='normuon', got 0.9 with rule='polar'"),
         ({"rule": "normuon", "b2": 1.0}, r"b2 must be in \[0.0, 1.0\), got 1.0"),
         ({"rule": "sign", "noise_damping": 1.0}, "noise_damping belongs to rules polar"),
@@ -210,7 +211,7 @@ def test_scales_make_the_entries_of_their_size():
     x = normal(40, 8)
     for rule in (*RULES, "sign"):
         floor = {"row_floor": 0.0} if "row" in rule else {}
-        for side in ("unit", "feature"):
+        for side in ("unit", "feature") if "row" in rule or rule == "normuon" else ("unit",):
             got = direction(rule, x, scale="unit_rms", rows=side, **floor)
             np.testing.assert_allclose(np.sqrt(np.mean(got**2)), 1.0, rtol=1e-6)
             fifth = direction(rule, x, scale="rms", rows=side, **floor)

@@ -115,4 +115,5 @@ def test_bad_radii_and_norms_are_named():
     injected = optax.inject_hyperparams(spectral.scion)(learning_rate=0.1, radius=3.0)
     params, grads = small_model(), small_model(1)
     want = first_update(spectral.scion(0.1, radius=3.0), params, grads)
-    assert_close(first_update(injected, params, grads), want, 1e-6)
+    # An injected number is an array: XLA folds it less, so roundings of the factor differ.
+    assert_close(first_update(injected, params, grads), want, 1e-5)

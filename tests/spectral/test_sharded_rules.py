@@ -14,7 +14,7 @@ from problems import (
     assert_close,
     assert_same_layout,
     both_kinds,
-    compile_quickly,
+    compile_for,
     make_mesh,
     place,
 )
@@ -108,8 +108,8 @@ def _check(rule, variant, mode, names):
     whole = _grads(names)
     grads, named = zip(*(place(mesh, grad, specs) for grad in whole), strict=True)
     single = spectral.scale_by_spectral(**options)
-    state = compile_quickly(single.init, whole[0])(whole[0])
-    update = compile_quickly(functools.partial(single.update, **given), whole[0], state)
+    state = compile_for(single.init, whole[0])(whole[0])
+    update = compile_for(functools.partial(single.update, **given), whole[0], state)
     want = _two_steps(update, whole, state)
     if mode == "by_hand":
         tx = spectral.scale_by_spectral(sharding=specs, **options)
@@ -122,12 +122,12 @@ def _check(rule, variant, mode, names):
         stacked = {name: P(None, *spec) for name, spec in specs.items()}
         update = jax.shard_map(scanned, mesh=mesh, in_specs=(specs, specs), out_specs=stacked)
         both = jax.tree.map(lambda *xs: np.stack(xs), *want[:2])
-        assert_close(compile_quickly(update, *grads)(*grads), both, 1e-5)
+        assert_close(compile_for(update, *grads)(*grads), both, 1e-5)
         return
     tx = spectral.scale_by_spectral(sharding=None if mode == "explicit" else named[0], **options)
-    init = compile_quickly(tx.init, grads[0])(grads[0])
+    init = compile_for(tx.init, grads[0])(grads[0])
     # Compiled once: it refuses a state that does not lie where the one of init lies.
-    update = compile_quickly(functools.partial(tx.update, **given), grads[0], init)
+    update = compile_for(functools.partial(tx.update, **given), grads[0], init)
     got = _two_steps(update, grads, init)
     assert_close(got, want, 1e-5)
     for tree in (*got[:2], init.mu, got[2].mu):
@@ -169,7 +169,7 @@ def _moved(kind, leaf, *rules, **options):
     def update(params):
         return [tx.update(params, tx.init(params))[0] for tx in txs]
 
-    return collective_bytes(compile_quickly(update, params))
+    return collective_bytes(compile_for(update, params))
 
 
 ROWS = MatrixSpec(unit=0, feature=1)
@@ -245,9 +245,9 @@ def test_damped_factor_of_a_matrix_that_stays_is_one_devices():
     def update(x):
         return [tx.update({"w": x}, tx.init({"w": x}), **given)[0]["w"] for tx, given in txs]
 
-    want = compile_quickly(update, x)(x)
+    want = compile_for(update, x)(x)
     placed, _ = place(make_mesh("explicit", (8,), ("x",)), x, P("x"))
-    compiled = compile_quickly(update, placed)
+    compiled = compile_for(update, placed)
     assert collective_bytes(compiled).keys() == {"all-reduce"}
     got = compiled(placed)
     assert_close(got, want, 1e-5)
@@ -271,9 +271,9 @@ def test_devices_share_the_matrices_of_any_rule(kind):
         ]
         return lambda grad: [tx.update(grad, tx.init(grad))[0] for tx in txs]
 
-    want = compile_quickly(update_of(), grad)(grad)
+    want = compile_for(update_of(), grad)(grad)
     sharding = None if kind == "explicit" else named
-    compiled = compile_quickly(update_of(sharding=sharding, distribute="data"), placed)
+    compiled = compile_for(update_of(sharding=sharding, distribute="data"), placed)
     assert collective_bytes(compiled).keys() == {"all-gather", "all-reduce", "all-to-all"}
     got = compiled(placed)
     assert_close(got, want, 1e-5)
@@ -295,7 +295,7 @@ def test_seeds_on_a_mesh_axis_of_their_own():
         return lambda grad: tx.update(grad, tx.init(grad), **given)[0]
 
     by_seed = jax.vmap(update_of(sharding=named), spmd_axis_name="seed")
-    got = compile_quickly(by_seed, placed)(placed)
+    got = compile_for(by_seed, placed)(placed)
     assert_same_layout(got, home)
-    one = compile_quickly(update_of(), grads[0])
+    one = compile_for(update_of(), grads[0])
     assert_close(got, jax.tree.map(lambda *xs: np.stack(xs), *map(one, grads)), 1e-5)

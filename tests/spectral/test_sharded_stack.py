@@ -12,7 +12,7 @@ from problems import (
     assert_close,
     assert_same_layout,
     both_kinds,
-    compile_quickly,
+    compile_for,
     make_mesh,
     place,
     run_two_processes,
@@ -67,7 +67,7 @@ def whole_stack(sharding=None):
 def _two_updates(tx, params, state):
     """Returns the updates of two steps and the last state, and the compiled update."""
     # Compiled once: it refuses a state that does not lie where the one of init lies.
-    update = compile_quickly(tx.update, params, state, params)
+    update = compile_for(tx.update, params, state, params)
     first, state = update(params, state, params)
     second, state = update(jax.tree.map(jnp.add, params, first), state, params)
     return (first, second, state), update
@@ -86,7 +86,7 @@ def test_symmetry_compatible_is_one_device(kind):
     placed, named = place(make_mesh(kind), params, specs)
     tx = whole_stack(None if kind == "explicit" else named)
     with jax.numpy_dtype_promotion("standard"):  # AdamW
-        got, update = _two_updates(tx, placed, compile_quickly(tx.init, placed)(placed))
+        got, update = _two_updates(tx, placed, compile_for(tx.init, placed)(placed))
         want = _whole_stack_on_one_device()
     assert_close(got, want, 1e-5)
     for tree in got[:2]:
@@ -107,7 +107,7 @@ PROCESS = """
 import numpy as np, sys
 sys.path.insert(0, {tests!r})
 from jax.experimental import multihost_utils
-from problems import assert_close, assert_same_layout, compile_quickly, make_mesh
+from problems import assert_close, assert_same_layout, compile_for, make_mesh
 from jax.sharding import NamedSharding, PartitionSpec as P
 from spectral.test_sharded_stack import model, whole_stack
 params, specs = model()
@@ -116,7 +116,7 @@ named = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: 
 placed = jax.tree.map(
     lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]), params, named)
 tx, single = whole_stack(named), whole_stack()
-update = lambda tx, p: compile_quickly(lambda p: tx.update(p, tx.init(p), p)[0], p)(p)
+update = lambda tx, p: compile_for(lambda p: tx.update(p, tx.init(p), p)[0], p)(p)
 got = update(tx, placed)
 whole = multihost_utils.process_allgather(got, tiled=True)
 want = update(single, params)

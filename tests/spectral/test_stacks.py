@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import PLAIN, assert_close, compile_quickly
+from problems import PLAIN, assert_close, compile_for
 
 from jaxkit import spectral
 from jaxkit.spectral import MatrixSpec
@@ -44,8 +44,8 @@ def test_stack_is_its_matrices(rule, alpha, options):
 
         return update
 
-    got = jax.device_get(compile_quickly(two_steps(AXES), stacks)(stacks))
-    one = compile_quickly(two_steps(None), {"kernel": np.ones((FEATURES, UNITS), np.float32)})
+    got = jax.device_get(compile_for(two_steps(AXES), stacks)(stacks))
+    one = compile_for(two_steps(None), {"kernel": np.ones((FEATURES, UNITS), np.float32)})
     for path, axis in STACKS.items():
         for i in range(NUM):
             want = one({"kernel": np.take(stacks[path], i, axis)})["kernel"]
