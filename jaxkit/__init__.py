@@ -1,6 +1,8 @@
 """Recent training algorithms for JAX: pure functions, optax transformations, thin loops."""
 
+from jaxkit import rl as rl
 from jaxkit import spectral as spectral
 from jaxkit import train as train
+from jaxkit import zo as zo
 
 __version__ = "0.1.0"

@@ -94,8 +94,21 @@ def hide(opt_state, kind=None):
 
 def call_loss(loss_fn, params, batch, key):
     """Calls ``loss_fn``; returns its loss as ``[]`` float32, and aux or None."""
-    out = loss_fn(params, batch, key)
-    loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    loss, aux = split_loss(loss_fn(params, batch, key))
+    return jnp.asarray(loss, jnp.float32), aux
+
+
+def split_loss(out, *, per_example=False, has_aux=None):
+    """Checks what a loss function returned; returns the loss, ``[]`` or ``[B]``, and aux or None.
+
+    The loss keeps its dtype. With ``has_aux`` None it may come with aux or without.
+    """
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    if has_aux is not None and has_aux != is_pair:
+        want = "the tuple (loss, aux)" if has_aux else "the loss alone"
+        got = f"a tuple of length {len(out)}" if isinstance(out, tuple) else "no tuple"
+        raise TypeError(f"loss_fn must return {want} with has_aux={has_aux}, got {got}.")
+    loss, aux = out if is_pair else (out, None)
     if isinstance(loss, tuple | list | dict) or loss is None:
         size = f" of length {len(loss)}" if isinstance(loss, tuple | list) else ""
         raise TypeError(
@@ -105,10 +118,11 @@ def call_loss(loss_fn, params, batch, key):
     _check.arrays("the loss", loss)
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(f"the loss must be real floating, got {jnp.result_type(loss)}.")
-    if jnp.shape(loss):
-        raise ValueError(f"the loss must have shape [], got {jnp.shape(loss)}.")
+    if jnp.ndim(loss) != per_example:
+        want = "[B]" if per_example else "[]"
+        raise ValueError(f"the loss must have shape {want}, got {jnp.shape(loss)}.")
     _check.arrays("aux", aux)
-    return jnp.asarray(loss, jnp.float32), aux
+    return jnp.asarray(loss), aux
 
 
 def check_params(params):

@@ -24,12 +24,15 @@ from problems import (
     step_of,
 )
 
-from jaxkit import spectral, train
+from jaxkit import spectral, train, zo
 
 # name -> what takes a loss function and returns an estimator
 ESTIMATORS = {
     "backprop": train.backprop,
     "accumulate": lambda loss_fn: train.accumulate(train.backprop(loss_fn), 2),
+    "zo": lambda loss_fn: zo.gradient_estimator(
+        loss_fn, num_samples=16, mu=0.01, direction=zo.rademacher()
+    ),
 }
 # name -> what returns an optimizer
 OPTIMIZERS = {
@@ -46,6 +49,10 @@ OPTIMIZERS = {
         0.02, overrides={"out/kernel": "lm_head"}
     ),
 }
+# Of forward passes alone 20 steps see little of 2,410 parameters, and losses that round differently
+# are divided by mu.
+LEFT = {"zo": 0.985}
+ROUNDING = {"zo": 1e-3}
 FEW_ESTIMATORS = ("backprop", "accumulate")
 FEW_OPTIMIZERS = ("sgd", "adamw")
 
@@ -124,11 +131,11 @@ matrix = pytest.mark.parametrize(("estimator", "optimizer"), pairs())
 
 @matrix
 def test_the_loss_falls(estimator, optimizer):
-    """20 steps take a tenth off the loss, which starts near log 10 and stays finite."""
+    """20 steps take their share off the loss, which starts near log 10 and stays finite."""
     _, metrics = run(estimator, optimizer).whole
     losses = np.asarray(metrics["loss"])
     assert np.isfinite(losses).all() and abs(losses[0] - np.log(10)) < 0.5
-    assert losses[-3:].mean() < 0.9 * losses[0]
+    assert losses[-3:].mean() < LEFT.get(estimator, 0.9) * losses[0]
 
 
 @matrix
@@ -179,4 +186,5 @@ def test_eight_devices_are_one(estimator, optimizer):
     batches = jax.device_put(DIGITS, NamedSharding(mesh, P(None, "data")))
     state, metrics = train.fit(case.step, state, step_of(batches, slice(8)))
     want, want_metrics = case.fit(case.create(), 8)
-    assert_close((state.params, metrics["loss"]), (want.params, want_metrics["loss"]), 1e-5)
+    got = state.params, metrics["loss"]
+    assert_close(got, (want.params, want_metrics["loss"]), ROUNDING.get(estimator, 1e-5))
