@@ -35,8 +35,11 @@ def activation(kappa, *, center=None, corrected=False, floor=1e-3, keep_mean=Fal
     the directions in the gradient are :math:`C^{-2\kappa} U`, and the estimate is unbiased in all
     that C reaches; its variance is then least at ``kappa = -0.25``. Leaves without a dense or
     convolution site get normal directions, biases among them. The basis is computed once per
-    estimate. Of the two that train best, ``activation(0.5)`` and
-    ``activation(-0.25, corrected=True)``, the second is ahead on small problems.
+    estimate. Powers 0.5, and -0.25 with ``corrected``, train best of the family; which of them is
+    ahead depends on the problem and on the number of steps.
+
+    On a CPU with jax 0.10.2 eight vmapped runs of a scan over these estimates have hung, as
+    decompositions do there; run them one after the other with ``jax.lax.map``.
 
     Args:
       kappa: power of the covariance, a Python number, static; 0.5 with ``floor=0`` and without

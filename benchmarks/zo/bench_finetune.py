@@ -1,0 +1,180 @@
+"""A small decoder, pretrained on Python sources, adapts to English by forward passes only."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import harness, lm, text
+from benchmarks.zo import training
+from jaxkit import train, zo
+
+
+class Size(NamedTuple):
+    """A decoder, and the steps of both trainings; ``probes`` are two-sided."""
+
+    width: int
+    mlp: int
+    layers: int
+    context: int
+    batch: int
+    pretraining: int
+    steps: int
+    probes: int
+    held_out: int  # windows
+
+    def __str__(self):
+        return (
+            f"{self.layers} x {self.width}, batch {self.batch} x {self.context}, "
+            f"{self.pretraining} + {self.steps} steps, {2 * self.probes} forward passes, "
+            "node and SZO one more"
+        )
+
+
+SIZES = {
+    "smoke": Size(8, 16, 1, 8, 4, 3, 3, 1, 4),
+    "short": Size(32, 64, 1, 32, 16, 150, 40, 8, 128),
+    "full": Size(256, 1024, 5, 128, 16, 3000, 3000, 8, 512),
+}
+SEEDS = {"smoke": (1, 2), "short": range(1, 6), "full": range(1, 11)}
+TUNE_SEEDS = (1001, 1002)  # never reported
+SOURCES = 1_000_000  # bytes; they end before the help texts, which are a source file too
+PRETRAINING_RATE = 1e-2  # of Adam
+NODE, MEZO, BACKPROP, BEFORE = "node, per example", "isotropic (MeZO)", "backprop", "before"
+DIRECTIONS = {
+    "SZO 1/2, centered": zo.activation(0.5, floor=0.0),
+    "low rank 1": zo.low_rank(1),
+    MEZO: zo.gaussian(),
+}
+OURS = (*list(DIRECTIONS)[:2], NODE)
+GRIDS = {
+    **dict.fromkeys(DIRECTIONS, (1e-3, 3e-3, 1e-2, 3e-2)),
+    NODE: (3e-4, 1e-3, 3e-3, 1e-2),
+    BACKPROP: (3e-3, 1e-2, 3e-2, 1e-1),
+}
+ABOUT = {"case": "fine-tuning, sources to English", "better": "down"}
+
+
+def run(context):
+    size, seeds = SIZES[context.form], SEEDS[context.form]
+    rates = {name: np.repeat(training.rate_of(context, name), len(seeds)) for name in GRIDS}
+    found = _race(size, rates, seeds, context.track)
+    yield from harness.versus(
+        OURS,
+        {name: result["loss"] for name, result in found.items()},
+        **ABOUT,
+        size=str(size),
+        metric="validation loss",
+        unit="nats per byte",
+        seeds=seeds,
+    )
+    del found[BEFORE]
+    for name, result in found.items():
+        yield training.curve(ABOUT["case"], name, result["train"], "nats per byte")
+    if context.form != "full":  # a toy size says nothing of memory, and compiling takes long
+        return
+    memory = {name: functools.partial(_memory, size, name) for name in GRIDS}
+    yield from harness.versus(
+        OURS,
+        {name: [value] for name, value in training.in_pairs(memory, context.track).items()},
+        **ABOUT,
+        size=str(size),
+        metric="memory of a step",
+        unit="MiB",
+    )
+
+
+def tune(context):
+    size = SIZES[context.form]
+    return training.search(
+        lambda rates, seeds: _race(size, rates, seeds, context.track),
+        GRIDS,
+        TUNE_SEEDS,
+        lambda result: result["loss"],
+        criterion="lowest mean validation loss, nats per byte, after the last step",
+        size=str(size),
+    )
+
+
+def _race(size, rates, seeds, track):
+    """Pretrains once for each run, then adapts with each method."""
+    sources = text.library_sources()[0][:SOURCES]
+    english, held_out = text.split(text.help_topics()[0], size.context)
+    held_out = held_out[:: max(1, len(held_out) // size.held_out)][: size.held_out]
+    keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+    model = _model(size)
+
+    def pretrain(key, batches):
+        params = model.init(key, batches[0, :1, :-1])
+        run = training.runner(train.backprop(_mean_loss(size)), optax.adam, size.pretraining)
+        return run(params, key, PRETRAINING_RATE, batches)[0]
+
+    evaluate = jax.jit(jax.vmap(lambda params: _losses(size, params, held_out, None).mean()))
+    windows = _windows(size, sources, size.pretraining, seeds)
+    start = jax.jit(jax.vmap(pretrain))(keys, windows)
+    windows = _windows(size, english, size.steps, seeds)
+
+    def call(name):
+        run = training.runner(_estimator(size, name), optax.adam, size.steps)
+        runs = start, keys, jnp.asarray(rates[name], jnp.float32), windows
+        params, losses = training.side_by_side(run, runs, in_turn=name.startswith("SZO"))
+        return {"train": losses, "loss": evaluate(params)}
+
+    found = training.in_pairs({name: functools.partial(call, name) for name in rates}, track)
+    return found | {BEFORE: {"loss": np.asarray(evaluate(start))}}
+
+
+def _memory(size, name):
+    """Returns the MiB of one step with Adam; it is compiled only."""
+    tx = optax.adam(1e-3)
+
+    def start(key):
+        params = _model(size).init(key, jnp.zeros((1, size.context), jnp.int32))
+        return train.create(params, tx, key)
+
+    state = jax.eval_shape(start, jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
+    step = jax.jit(train.make_step(_estimator(size, name), tx), donate_argnums=0)
+    return training.total_memory(step.lower(state, batch).compile()) / 2**20
+
+
+def _model(size):
+    return lm.Decoder(256, size.width, size.mlp, size.layers, 4)
+
+
+def _windows(size, tokens, steps, seeds):
+    """Returns ``[seeds, steps, batch, context + 1]``."""
+    shape, high = (steps, size.batch, 1), len(tokens) - size.context
+    starts = np.stack([np.random.default_rng(seed).integers(high, size=shape) for seed in seeds])
+    return tokens[starts + np.arange(size.context + 1)]
+
+
+def _losses(size, params, windows, key):
+    """Returns the loss of each example."""
+    del key
+    logits = _model(size).apply(params, windows[:, :-1])
+    nats = optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    return nats.mean(-1)
+
+
+def _mean_loss(size):
+    return lambda *args: _losses(size, *args).mean()
+
+
+def _estimator(size, name):
+    if name == BACKPROP:
+        return train.backprop(_mean_loss(size))
+    if name == NODE:
+        return zo.gradient_estimator(
+            functools.partial(_losses, size),
+            direction=zo.node(),
+            num_samples=size.probes,
+            mu=1e-2,
+            per_example=True,
+        )
+    return zo.gradient_estimator(
+        _mean_loss(size), direction=DIRECTIONS[name], num_samples=size.probes
+    )
