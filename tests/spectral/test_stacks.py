@@ -19,8 +19,11 @@ STACKS = {  # path: the axis of the stack
 }
 AXES = {"layers/kernel": MatrixSpec(unit=2, feature=1, batch=0)}
 SIZED = ("polar", "right_spectral", "left_spectral", "row_then_polar", "polar_then_row")
-CASES = [(rule, 1.0, {"centered": True}) for rule in SIZED] + [
-    (rule, 0.0, {"rows": "feature"}) for rule in (*SIZED, "row_norm", "normuon", "sign")
+ROWS = ("row_then_polar", "polar_then_row", "row_norm", "normuon")
+CASES = [
+    *((rule, 1.0, {"centered": True}) for rule in SIZED),
+    *((rule, 0.0, {"rows": "feature"}) for rule in ROWS),
+    *((rule, 0.0, {}) for rule in (*SIZED[:3], "sign")),
 ]
 
 
