@@ -63,6 +63,15 @@ def versus(ours, values, *, case, size, metric, unit, better, seeds=(None,)):
                 yield Row(case, method, rival, size, metric, unit, better, seed, float(value))
 
 
+def loss_curve(case, method, losses, unit):
+    """Returns the training losses ``[seeds, steps]`` as a line of at most 30 means."""
+    losses = np.asarray(losses)
+    pieces = np.array_split(losses, min(30, losses.shape[1]), axis=1)
+    ends = np.cumsum([piece.shape[1] for piece in pieces])
+    means = np.stack([piece.mean(1) for piece in pieces], axis=1)
+    return Curve(case, method, "step", f"training loss, {unit}", ends, means)
+
+
 def alternate(calls, rounds):
     """Returns the seconds that each call takes in each of ``rounds``, an iterable.
 

@@ -276,7 +276,4 @@ def times(ours, results, *, case, size):
 def curves(results, *, case, unit):
     """Yields the training loss of each method, in at most 30 pieces."""
     for name, result in results.items():
-        pieces = np.array_split(result.train_loss, min(30, result.train_loss.shape[1]), axis=1)
-        ends = np.cumsum([piece.shape[1] for piece in pieces])
-        means = np.stack([piece.mean(1) for piece in pieces], axis=1)
-        yield harness.Curve(case, name, "step", f"training loss, {unit}", ends, means)
+        yield harness.loss_curve(case, name, result.train_loss, unit)

@@ -98,10 +98,18 @@ import jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 assert jax.device_count() == 4 and jax.local_device_count() == 2
 """
+END = """
+print(jax.process_index(), "of", jax.process_count(), "agrees")
+"""
+BOTH_AGREE = ["0 of 2 agrees", "1 of 2 agrees"]
 
 
 def run_two_processes(script):
-    """Runs a script in two processes of two CPU devices each, joined on the loopback."""
+    """Runs a script in two processes of two CPU devices each, joined on the loopback.
+
+    Returns what each says at its end, to compare with ``BOTH_AGREE``: a script that stops early
+    without an error says nothing.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -113,7 +121,7 @@ def run_two_processes(script):
     }
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", JOIN + script, port, str(i)],
+            [sys.executable, "-c", JOIN + script + END, port, str(i)],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -121,10 +129,13 @@ def run_two_processes(script):
         )
         for i in range(2)
     ]
+    said = []
     try:
         for process in running:
             out, _ = process.communicate(timeout=120)
             assert process.returncode == 0, out[-3000:]
+            said += [line for line in out.splitlines() if line.endswith(" agrees")]
     finally:
         for process in running:
             process.kill()
+    return said

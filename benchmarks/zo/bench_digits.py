@@ -83,7 +83,7 @@ def run(context):
             ours[:1], accuracies, **about, metric="validation accuracy", unit="1", better="up"
         )
         for name in names:
-            yield training.curve(case, name, found[name]["train"], "nats")
+            yield harness.loss_curve(case, name, found[name]["train"], "nats")
 
 
 def tune(context):

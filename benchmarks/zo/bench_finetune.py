@@ -73,7 +73,7 @@ def run(context):
     )
     del found[BEFORE]
     for name, result in found.items():
-        yield training.curve(ABOUT["case"], name, result["train"], "nats per byte")
+        yield harness.loss_curve(ABOUT["case"], name, result["train"], "nats per byte")
     if context.form != "full":  # a toy size says nothing of memory, and compiling takes long
         return
     memory = {name: functools.partial(_memory, size, name) for name in GRIDS}

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks import harness, tuning
+from benchmarks import tuning
 from jaxkit import train
 
 
@@ -86,12 +86,3 @@ def total_memory(compiled):
         + m.temp_size_in_bytes
         - m.alias_size_in_bytes
     )
-
-
-def curve(case, name, losses, unit):
-    """Returns the training loss in at most 30 pieces."""
-    losses = np.asarray(losses)
-    pieces = np.array_split(losses, min(30, losses.shape[1]), axis=1)
-    ends = np.cumsum([piece.shape[1] for piece in pieces])
-    means = np.stack([piece.mean(1) for piece in pieces], axis=1)
-    return harness.Curve(case, name, "step", f"training loss, {unit}", ends, means)

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import (
+    BOTH_AGREE,
     assert_close,
     assert_same_layout,
     both_kinds,
@@ -325,4 +326,4 @@ for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(placed)):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_two_processes_are_one_device(kind):
     """Two processes of two devices each give the same numbers and keep the layout."""
-    run_two_processes(PROCESS % kind)
+    assert run_two_processes(PROCESS % kind) == BOTH_AGREE

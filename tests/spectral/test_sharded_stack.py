@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from problems import (
+    BOTH_AGREE,
     PLAIN,
     assert_close,
     assert_same_layout,
@@ -127,4 +128,5 @@ assert_same_layout(got, named)
 
 def test_symmetry_compatible_on_two_processes_is_one_device():
     """Two processes of two devices each give the same numbers and keep the layout."""
-    run_two_processes(PROCESS.format(tests=str(pathlib.Path(__file__).parents[1])))
+    tests = str(pathlib.Path(__file__).parents[1])
+    assert run_two_processes(PROCESS.format(tests=tests)) == BOTH_AGREE

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import assert_close, assert_equal, run_two_processes
+from problems import BOTH_AGREE, assert_close, assert_equal, run_two_processes
 
 from jaxkit import train
 
@@ -310,4 +310,4 @@ for shard in state.params.addressable_shards:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_two_processes_train_like_one(kind):
     """A state on a mesh over two processes is created and trained; numbers are those of one."""
-    run_two_processes(PROCESS % kind)
+    assert run_two_processes(PROCESS % kind) == BOTH_AGREE

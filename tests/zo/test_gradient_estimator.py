@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from problems import run_two_processes
+from problems import BOTH_AGREE, run_two_processes
 
 from benchmarks.collectives import collective_bytes
 from jaxkit import zo
@@ -233,7 +233,7 @@ assert (both[0] == both[1]).all()
 
 def test_two_processes_step_like_one():
     """Replicas of two processes are bit-equal, and step as one device with all directions."""
-    run_two_processes(PROCESS)
+    assert run_two_processes(PROCESS) == BOTH_AGREE
 
 
 @pytest.mark.parametrize(
