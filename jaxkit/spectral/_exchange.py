@@ -42,6 +42,7 @@ def map_matrices(fun, xs, specs, *, placements=None, distribute=(), in_place=Fal
     """
     if placements is None:
         placements = [placement(x) for x in xs]
+    specs = [_as_stored(spec) for spec in specs]
     apart = defaultdict(list)  # by mesh, then by whether a shard_map must be opened
     for i, place in enumerate(placements):
         spread = place.mesh is not None and (
@@ -67,6 +68,13 @@ def map_matrices(fun, xs, specs, *, placements=None, distribute=(), in_place=Fal
         for i, y in zip(indices, done, strict=True):
             out[i] = y
     return out
+
+
+def _as_stored(spec):
+    """Returns the spec of the transposed matrices where these lie in memory as they are."""
+    if spec.split is None and spec.interleave == 1 and spec.feature < spec.unit:
+        return spec._replace(unit=spec.feature, feature=spec.unit)
+    return spec
 
 
 def _map_local(fun, xs, specs):

@@ -65,7 +65,7 @@ class Rule(NamedTuple):
         damping = None
         if noisy:
             damping = _polar.Damping(1.0, False)
-        elif self.name in ("right_spectral", "left_spectral") and not _is_zero(self.eps):
+        elif self.name in ("right_spectral", "left_spectral") and not self._is_lost(settings, x):
             damping = _polar.Damping(self.eps, self.eps_mode == "relative")
         factor = _polar.apply(settings, x, axis_names, damping)
         if self.alpha is None:
@@ -91,6 +91,13 @@ class Rule(NamedTuple):
         return _leaf.equalize_rows(
             y, nu, view, as_dtype(self.b2, nu.dtype), as_dtype(self.eps, y.dtype)
         )
+
+    def _is_lost(self, settings, x):
+        """Says whether the damping is below the rounding of the Gram matrix it is added to."""
+        if self.eps_mode != "relative" or settings.method not in ("auto", "gram"):
+            return _is_zero(self.eps)
+        rounding = jnp.finfo(_numerics.wide(x.dtype)).eps
+        return isinstance(self.eps, int | float) and self.eps < rounding
 
     def _row_norm(self, x, view):
         relative = self.row_floor is not None

@@ -92,6 +92,8 @@ def scale_by_spectral(
         ``eps_mode="absolute"`` the floor of the rows. A number or traced.
       eps_mode: static; ``"relative"``: :math:`d` is eps times the Frobenius norm of
         :math:`X X^\top`, :math:`f` is ``row_floor`` times the root mean square of the row norms.
+        The methods "auto" and "gram" leave out a damping below the rounding of that matrix (in
+        float32 a static eps under 1.2e-7, as the default): the rule is then polar.
         ``"absolute"``: both are eps, as published; rules are then not scale-free.
       row_floor: see ``eps_mode``, a number or traced; None: 0.1. Rows far below the others move
         less: without it a row that gets no gradient any more keeps moving at full size until its

@@ -42,6 +42,21 @@ def test_damping_divides_by_the_root_of_square_plus_damping(method, mode):
         np.testing.assert_allclose(got, (u * (s / np.sqrt(s**2 + damping))) @ vt, atol=1e-12)
 
 
+def test_damping_below_rounding_is_left_out_in_float32_alone():
+    """A singular value of 1e-4 keeps its 1 / sqrt(2) of eps=1e-8 in float64; float32 is polar."""
+    u, v = (np.linalg.qr(normal(4, 4))[0] for _ in range(2))
+    x = (u * np.array([1, 0, 0, 1e-4])) @ v.T
+    auto = {"method": "auto"}
+    steps = auto | {"coefficients": "polar_express", "steps": 20}
+    for rule in POLAR[1:]:
+        got = direction(rule, x, **steps)
+        np.testing.assert_allclose(u[:, 3] @ got @ v[:, 3], np.sqrt(0.5), atol=1e-6)
+        low = normal(4, 4).astype(np.float32)
+        np.testing.assert_array_equal(direction(rule, low, **auto), direction("polar", low, **auto))
+        damped = direction(rule, low, eps=1e-6, **auto)
+        assert np.any(damped != direction(rule, low, **auto))
+
+
 def test_relative_damping_is_scale_free_and_absolute_damping_is_not():
     """At a Frobenius norm of 1e-4 the published 1e-8 takes most of a tall matrix away."""
     x = normal(512, 64)
