@@ -1,5 +1,7 @@
 """Recent training algorithms for JAX: pure functions, optax transformations, thin loops."""
 
+from jaxkit import metrics as metrics
+from jaxkit import ot as ot
 from jaxkit import rl as rl
 from jaxkit import spectral as spectral
 from jaxkit import train as train

@@ -26,6 +26,8 @@ PUBLIC = [
 ]
 # The functions that no Case covers, since they are not functions of arrays.
 HOST_SIDE = {
+    "ot.fit_objective": "checks values, and trains",
+    "ot.fit_regression": "checks values, and takes lists of pairs of different sizes",
     "spectral.describe": "writes a table of labels",
     "spectral.label_params": "reads names and shapes, returns strings",
     "train.create": "copies buffers and places them, before anything is traced",
