@@ -1,5 +1,6 @@
 """Numerics that several topics share."""
 
+import jax
 import jax.numpy as jnp
 
 
@@ -8,3 +9,16 @@ def wide(*dtypes):
     # Not jnp.promote_types, which refuses to widen under strict promotion.
     is_double = any(jnp.finfo(dtype).bits > 32 for dtype in dtypes)
     return jnp.dtype(jnp.float64 if is_double else jnp.float32)
+
+
+def round_at_random(x, dtype, uniform):
+    """Rounds to one of the two nearest numbers of ``dtype``, so that the mean is ``x``.
+
+    ``uniform`` holds a number in [0, 1) for each entry.
+    """
+    near = x.astype(dtype)
+    error = x - near.astype(x.dtype)
+    beyond = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
+    far = jax.lax.nextafter(near, beyond)
+    gap = jnp.abs(far.astype(x.dtype) - near.astype(x.dtype))
+    return jnp.where(uniform * gap < jnp.abs(error), far, near)

@@ -42,7 +42,8 @@ def add(direction, params, keys, coeffs, basis, *, draw=None, rounding="nearest"
                     total, leaf_keys, coeffs, lambda key: sample(sampler, key, x, first)
                 )
             if rounding == "stochastic":
-                return _round(total, x.dtype, sample(_uniform, round_key, x, first))
+                uniforms = sample(_uniform, round_key, x, first)
+                return _numerics.round_at_random(total, x.dtype, uniforms)
             return total.astype(x.dtype)
 
         def step(rows, start, size, first):
@@ -66,7 +67,8 @@ def add(direction, params, keys, coeffs, basis, *, draw=None, rounding="nearest"
         total = _add_draws(total, leaf_keys, coeffs, lambda keys: each(sampler, keys))
         if rounding == "stochastic":
             round_keys = [jax.random.fold_in(keys[0], _ROUNDING + np.uint32(i)) for i in indices]
-            return _round(total, x.dtype, each(_uniform, jnp.stack(round_keys)))
+            uniforms = each(_uniform, jnp.stack(round_keys))
+            return _numerics.round_at_random(total, x.dtype, uniforms)
         return total.astype(x.dtype)
 
     leaves, treedef = jax.tree.flatten(params)
@@ -230,13 +232,3 @@ def _is_split(x):
 
 def _rows(x):
     return x if x.ndim == 1 else x.reshape(-1, x.shape[-1])
-
-
-def _round(x, dtype, uniform):
-    """Rounds to one of the two nearest numbers of ``dtype``, so that the mean is ``x``."""
-    near = x.astype(dtype)
-    error = x - near.astype(x.dtype)
-    beyond = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
-    far = jax.lax.nextafter(near, beyond)
-    gap = jnp.abs(far.astype(x.dtype) - near.astype(x.dtype))
-    return jnp.where(uniform * gap < jnp.abs(error), far, near)
