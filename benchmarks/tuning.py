@@ -10,19 +10,23 @@ def entry(tables, *, grids, criterion, size, seeds):
     """Returns what ``settings.json`` holds for one benchmark.
 
     ``grids[method]`` maps each setting to its values; ``tables[method]`` is the criterion at each
-    point, one axis a setting, and the lowest counts. A run that diverged may hold NaN.
+    point, one axis a setting, and the lowest counts; of those that are the lowest to four digits,
+    the one with the most settings inside their grids. A run that diverged may hold NaN.
     """
     methods = {}
     for method, grid in grids.items():
-        table = np.where(np.isfinite(tables[method]), tables[method], np.inf)
-        best = np.unravel_index(np.argmin(table), table.shape)
+        table = np.asarray(tables[method], np.float64)
+        table = np.round(np.where(np.isfinite(table), table, np.inf), 4)
+        lowest = np.argwhere(table == table.min())
+        inside = (lowest > 0) & (lowest < np.array(table.shape) - 1)
+        best = lowest[np.argmax(inside.sum(1))]
         chosen = {
             name: values[index] for (name, values), index in zip(grid.items(), best, strict=True)
         }
-        values = [round(float(x), 4) if x < np.inf else None for x in table.flat]
+        values = [float(x) if x < np.inf else None for x in table.flat]
         methods[method] = {
             "chosen": chosen,
-            "value": values[int(np.argmin(table))],
+            "value": float(table[tuple(best)]),
             "grid": {name: list(values) for name, values in grid.items()},
             "values": values,
         }

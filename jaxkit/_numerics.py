@@ -14,11 +14,12 @@ def wide(*dtypes):
 def round_at_random(x, dtype, uniform):
     """Rounds to one of the two nearest numbers of ``dtype``, so that the mean is ``x``.
 
-    ``uniform`` holds a number in [0, 1) for each entry.
+    ``uniform`` holds a number in [0, 1) for each entry. The derivative is that of a cast.
     """
     near = x.astype(dtype)
     error = x - near.astype(x.dtype)
     beyond = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
-    far = jax.lax.nextafter(near, beyond)
+    far = jax.lax.nextafter(jax.lax.stop_gradient(near), beyond)
     gap = jnp.abs(far.astype(x.dtype) - near.astype(x.dtype))
-    return jnp.where(uniform * gap < jnp.abs(error), far, near)
+    step = jnp.where(uniform * gap < jnp.abs(error), far - near, 0)
+    return near + jax.lax.stop_gradient(step)

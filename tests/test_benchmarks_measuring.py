@@ -134,6 +134,15 @@ def test_every_benchmark_that_tunes_has_settings():
             assert reported.isdisjoint(command._settings(topic)[method]["seeds"])
 
 
+def test_ties_go_to_the_inside_of_the_grid():
+    """Of equal values, to four digits, the one with the most settings inside is taken."""
+    table = np.array([[0.10001, 0.1, 0.1], [0.5, 0.10004, 0.1], [0.5, 0.5, 0.5]])
+    grid = {"a": (1, 2, 3), "b": (4, 5, 6)}
+    about = {"criterion": "c", "size": "s", "seeds": [0]}
+    chosen = tuning.entry({"x": table}, grids={"x": grid}, **about)["methods"]["x"]["chosen"]
+    assert chosen == {"a": 2, "b": 5}
+
+
 def test_tuning_takes_the_lowest_finite_value_and_sees_unfair_grids():
     """The chosen point is the arg min of the table; NaN never wins; unequal grids are faults."""
     grid = {"a": (1.0, 2.0, 3.0), "b": (4.0, 5.0, 6.0)}

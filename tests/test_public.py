@@ -148,6 +148,27 @@ def test_training_works_without_the_optional_packages():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize(
+    ("topic", "blocked", "names"),
+    [
+        ("ot", "ott", {"SlicedInitializer"}),
+        ("blr", "distrax", {"MultivariateQGaussian", "QGaussian", "posterior"}),
+    ],
+)
+def test_few_names_need_a_package_that_is_loaded_at_their_first_use(topic, blocked, names):
+    """Without it these names fail to load, all others are there, and no other topic is lazy."""
+    result = run_python(
+        f"import sys; sys.modules[{blocked!r}] = None\n"
+        f"from jaxkit import {topic} as topic\n"
+        "for name in dir(topic):\n"
+        "    try: getattr(topic, name)\n"
+        "    except ImportError: print(name)"
+    )
+    assert (set(result.stdout.split()), result.returncode) == (names, 0), result.stderr
+    lazy = {p.parent.name for p in FILES if "def __getattr__" in p.read_text()}
+    assert lazy == {"ot", "blr"}
+
+
 @pytest.mark.parametrize("path", FILES, ids=short)
 def test_file_is_short_and_uses_what_is_stable(path):
     """A file has under 400 lines, no private name of jax, no host callback, no other topic."""

@@ -54,7 +54,7 @@ def _noise(train, test, points):
 
 
 CASES = {
-    "smoke": {"digits, epsilon 0.1": _digits(0.1, 2, 2, 4), "colors": _colors(2, 2, 16, 6)},
+    "smoke": {"colors": _colors(2, 2, 16, 6)},
     "short": {
         "digits, epsilon 0.1": _digits(0.1),
         "digits, epsilon 0.01": _digits(0.01),

@@ -2,7 +2,7 @@
 
 A new estimator or optimizer is one line in its table. Each estimator meets the optimizers in
 ``FEW_OPTIMIZERS``, each optimizer the estimators in ``FEW_ESTIMATORS``; the rest of the product is
-marked slow.
+marked slow. Estimators around a posterior meet the optimizers that keep one, and no others.
 """
 
 import functools
@@ -24,7 +24,7 @@ from problems import (
     step_of,
 )
 
-from jaxkit import spectral, train, zo
+from jaxkit import blr, spectral, train, zo
 
 # name -> what takes a loss function and returns an estimator
 ESTIMATORS = {
@@ -32,6 +32,22 @@ ESTIMATORS = {
     "accumulate": lambda loss_fn: train.accumulate(train.backprop(loss_fn), 2),
     "zo": lambda loss_fn: zo.gradient_estimator(
         loss_fn, num_samples=16, mu=0.01, direction=zo.rademacher()
+    ),
+}
+# name -> what takes a loss function and returns an estimator that samples a posterior
+BAYESIAN_ESTIMATORS = {
+    "blr": lambda loss_fn: blr.gradient_estimator(train.backprop(loss_fn), num_samples=2),
+    "accumulate_blr": lambda loss_fn: train.accumulate(
+        blr.gradient_estimator(train.backprop(loss_fn)), 2
+    ),
+    "blr_accumulate": lambda loss_fn: blr.gradient_estimator(ESTIMATORS["accumulate"](loss_fn)),
+    "blr_zo": lambda loss_fn: blr.gradient_estimator(ESTIMATORS["zo"](loss_fn)),
+}
+# name -> what returns an optimizer that keeps one
+BAYESIAN_OPTIMIZERS = {
+    "gblr": lambda: blr.gblr(0.2, ess=1e5, alpha=1.5, b2=0.99),
+    "clipped_gblr": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), blr.gblr(0.2, ess=1e5, alpha=0.9, b2=0.99)
     ),
 }
 # name -> what returns an optimizer
@@ -51,8 +67,8 @@ OPTIMIZERS = {
 }
 # Of forward passes alone 20 steps see little of 2,410 parameters, and losses that round differently
 # are divided by mu.
-LEFT = {"zo": 0.985}
-ROUNDING = {"zo": 1e-3}
+LEFT = {"zo": 0.985, "blr_zo": 0.985}
+ROUNDING = {"zo": 1e-3, "blr_zo": 1e-3}
 FEW_ESTIMATORS = ("backprop", "accumulate")
 FEW_OPTIMIZERS = ("sgd", "adamw")
 
@@ -63,8 +79,16 @@ DIGITS = digits(20, 64)
 def pairs():
     """Returns the rows of the product, those outside the short list marked slow."""
     rows = []
-    for estimator, optimizer in itertools.product(ESTIMATORS, OPTIMIZERS):
-        few = estimator in FEW_ESTIMATORS or optimizer in FEW_OPTIMIZERS
+    products = (
+        itertools.product(ESTIMATORS, OPTIMIZERS),
+        itertools.product(BAYESIAN_ESTIMATORS, BAYESIAN_OPTIMIZERS),
+    )
+    for estimator, optimizer in itertools.chain(*products):
+        few = (
+            estimator in FEW_ESTIMATORS
+            or optimizer in FEW_OPTIMIZERS
+            or (estimator, optimizer) == ("blr", "gblr")
+        )
         marks = () if few else pytest.mark.slow
         rows.append(pytest.param(estimator, optimizer, id=f"{estimator}-{optimizer}", marks=marks))
     return rows
@@ -102,8 +126,9 @@ class Run:
             self.traces.append(1)
             return loss_fn(*args)
 
-        self.tx = OPTIMIZERS[optimizer]()
-        self.step = train.make_step(ESTIMATORS[estimator](counted), self.tx)
+        self.tx = {**OPTIMIZERS, **BAYESIAN_OPTIMIZERS}[optimizer]()
+        make = {**ESTIMATORS, **BAYESIAN_ESTIMATORS}[estimator]
+        self.step = train.make_step(make(counted), self.tx)
         self.whole = self.fit(self.create())
 
     def create(self, place=lambda tree: tree):

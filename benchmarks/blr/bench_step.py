@@ -1,0 +1,114 @@
+"""Time of a step with a posterior against AdamW and the noise alone, and of the noise itself."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks import harness, lm, text
+from benchmarks.blr import tasks
+from jaxkit import blr, train
+
+# Width, layers, context and batch of the decoder.
+SIZES = {"smoke": (16, 1, 8, 2), "short": (128, 2, 64, 8), "full": (256, 4, 128, 32)}
+DRAWS = {"smoke": 1000, "short": 200_000, "full": 20_000_000}
+ROUNDS = {"smoke": 1, "short": 7, "full": 21}
+SMOKE = ("the text model", "the noise")
+ADAMW, FLOOR = "optax.adamw", "optax.adamw and two uniforms a parameter"
+
+
+def run(context):
+    parts = {"the text model": _text_model, "the classifier": _classifier, "the noise": _noise}
+    for name in context.track([x for x in parts if context.form != "smoke" or x in SMOKE]):
+        yield from parts[name](context.form)
+
+
+def _text_model(form):
+    width, layers, context, batch = SIZES[form]
+    tokens, vocabulary = text.help_topics()
+    windows = jnp.asarray(tokens[: batch * (context + 1)], jnp.int32).reshape(batch, context + 1)
+    model = lm.Decoder(vocabulary, width, 4 * width, layers, 4)
+    params = jax.jit(model.init)(jax.random.key(0), windows[:1, :-1])
+
+    def loss_fn(params, windows, key):
+        del key
+        logits = model.apply(params, windows[:, :-1])
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+    yield from _steps(loss_fn, params, windows, form, f"{layers} x {width}, {batch} x {context}")
+
+
+def _classifier(form):
+    task = tasks.TASKS[list(tasks.TASKS)[1]]
+    x, y = task.make(0).train
+    params = task.model.init(jax.random.key(0), x[:1])
+
+    def loss_fn(params, batch, key):
+        del key
+        return tasks.loss_fn(task.model, params, batch)
+
+    yield from _steps(loss_fn, params, (x[:64], y[:64]), form, "MLP 64-64-8, batch 64")
+
+
+def _steps(loss_fn, params, batch, form, size):
+    """Compares steps of the loop: each is a jitted (state, batch) -> (state, metrics)."""
+    backprop = train.backprop(loss_fn)
+    adamw, gblr = optax.adamw(1e-3), blr.gblr(0.1, ess=1e4)
+    steps = {
+        name: (train.make_step(estimator, tx), tx)
+        for name, estimator, tx in (
+            ("blr.gblr", blr.gradient_estimator(backprop), gblr),
+            (
+                "blr.gblr, alpha 2",
+                blr.gradient_estimator(backprop),
+                blr.gblr(0.1, ess=1e4, alpha=2),
+            ),
+            (ADAMW, backprop, adamw),
+        )
+    }
+    key = jax.random.key(0)
+    calls = {
+        name: (step, train.create(params, tx, key), batch) for name, (step, tx) in steps.items()
+    }
+    step, state, _ = calls[ADAMW]
+    calls[FLOOR] = (functools.partial(_with_uniforms, step), state, batch)
+    rounds = ROUNDS[form]
+    measured = harness.measure(calls, rounds=rounds, compiles=1)
+    numbers = sum(x.size for x in jax.tree.leaves(params))
+    about = {"case": "one step", "size": f"{size}, {numbers / 1e6:.2g} M parameters"}
+    ours = "blr.gblr", "blr.gblr, alpha 2"
+    times = {name: [1e3 * s for s in result.run_s] for name, result in measured.items()}
+    yield from harness.versus(
+        ours, times, **about, metric="run time", unit="ms", better="down", seeds=range(rounds)
+    )
+    memory = {name: [result.temp_bytes / 1e6] for name, result in measured.items()}
+    yield from harness.versus(
+        ours[:1], memory, **about, metric="temporary memory", unit="MB", better="down"
+    )
+
+
+def _with_uniforms(step, state, batch):
+    """Takes a step, and makes the numbers that no noise can do without."""
+    leaves, treedef = jax.tree.flatten(state.params)
+    drawn = [
+        jax.random.uniform(jax.random.fold_in(state.key, i), (2, *x.shape)).sum(0)
+        for i, x in enumerate(leaves)
+    ]
+    return step(state, batch), treedef.unflatten(drawn)
+
+
+def _noise(form):
+    size, rounds, key = (DRAWS[form],), ROUNDS[form], jax.random.key(0)
+    draws = {
+        "alpha 2": lambda key: blr.q_gaussian_noise(key, size, 2.0),
+        "alpha 0.8": lambda key: blr.q_gaussian_noise(key, size, 0.8),
+        "jax.random.normal": lambda key: jax.random.normal(key, size),
+        "jax.random.t": lambda key: jax.random.t(key, 9.0, size),  # alpha 0.8 in one dimension
+    }
+    measured = harness.measure({n: (f, key) for n, f in draws.items()}, rounds=rounds, compiles=1)
+    times = {name: [1e3 * s for s in result.run_s] for name, result in measured.items()}
+    about = {"case": "blr.q_gaussian_noise", "size": f"{size[0]} numbers", "seeds": range(rounds)}
+    yield from harness.versus(
+        ("alpha 2", "alpha 0.8"), times, **about, metric="run time", unit="ms", better="down"
+    )
