@@ -105,7 +105,7 @@ def _evaluations(model):
         return jax.lax.map(lambda key: model.init(key, tokens), keys)
 
     def evaluate(params, batches):
-        return jnp.mean(jax.lax.map(functools.partial(_loss, model, params), batches))
+        return jnp.mean(jax.lax.map(functools.partial(loss, model, params), batches))
 
     return jax.jit(init), jax.jit(jax.vmap(evaluate, (0, None)))
 
@@ -117,7 +117,7 @@ def _programs(model, make):
 
     def loss_fn(params, windows, key):
         del key
-        return _loss(model, params, windows)
+        return loss(model, params, windows)
 
     def start(params, key, numbers):
         state = train.create(params, tx, key)
@@ -142,9 +142,23 @@ def decaying(make):
     )
 
 
-def _loss(model, params, windows):
+def loss(model, params, windows):
+    """Returns the mean loss in nats per token."""
     logits = model.apply(params, windows[:, :-1])
     return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]))
+
+
+def one_batch(width, layers, context, batch):
+    """Returns ``(loss_fn, params, windows)`` of a decoder of bytes, to measure its steps on."""
+    tokens, vocabulary = text.help_topics()
+    windows = jnp.asarray(tokens[: batch * (context + 1)], jnp.int32).reshape(batch, context + 1)
+    model = Decoder(vocabulary, width, 4 * width, layers, 4)
+
+    def loss_fn(params, windows, key):
+        del key
+        return loss(model, params, windows)
+
+    return loss_fn, jax.jit(model.init)(jax.random.key(0), windows[:1, :-1]), windows
 
 
 class Task:

@@ -2,8 +2,24 @@
 
 import datetime
 import itertools
+import math
 
 import numpy as np
+
+
+def search(race, grids, seeds, **about):
+    """Returns what ``settings.json`` holds of a search over all points of ``grids``.
+
+    ``race(method, settings, seeds)`` runs each of a list of settings with the seed beside it, and
+    returns the criterion of each run.
+    """
+    tables = {}
+    for method, grid in grids.items():
+        points = [dict(zip(grid, x, strict=True)) for x in itertools.product(*grid.values())]
+        settings = [point for point in points for _ in seeds]
+        values = np.asarray(race(method, settings, list(seeds) * len(points)))
+        tables[method] = values.reshape(*map(len, grid.values()), len(seeds)).mean(-1)
+    return entry(tables, grids=grids, seeds=seeds, **about)
 
 
 def entry(tables, *, grids, criterion, size, seeds):
@@ -52,9 +68,11 @@ def chosen(context, method):
 def faults(settings):
     """Yields what makes a comparison unfair: unequal grids, a best value at the end of a grid."""
     methods = settings["methods"]
-    sizes = {name: [len(values) for values in m["grid"].values()] for name, m in methods.items()}
+    sizes = {
+        name: math.prod(len(values) for values in m["grid"].values()) for name, m in methods.items()
+    }
     for one, other in itertools.pairwise(sizes):
-        if sorted(sizes[one]) != sorted(sizes[other]):
+        if sizes[one] != sizes[other]:
             yield f"the grids of {one} and {other} must be equal, got {sizes[one]}, {sizes[other]}"
     for name, method in methods.items():
         for setting, values in method["grid"].items():

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -95,25 +94,23 @@ def run(context):
 
 def tune(context):
     """Searches the settings of every method on every task, by the loss on the validation rows."""
-    size, tables, grids = SIZES[context.form], {}, {}
-    for name in context.track(list(tasks.TASKS)):
-        task = tasks.TASKS[name]
-        for method, grid in GRIDS[name].items():
-            points = [dict(zip(grid, x, strict=True)) for x in itertools.product(*grid.values())]
-            seeds = [seed for _ in points for seed in TUNE_SEEDS]
-            settings = [point for point in points for _ in TUNE_SEEDS]
-            data = tasks.stacked(task.make, TUNE_SEEDS)
-            data = jax.tree.map(lambda x: jnp.concatenate([x] * len(points)), data)  # noqa: B023
-            losses = _race(task, size, method, seeds, settings, data)["validation"]
-            losses = losses.reshape(*map(len, grid.values()), len(TUNE_SEEDS))
-            tables[f"{name}: {method}"] = losses.mean(-1)
-            grids[f"{name}: {method}"] = grid
-    return tuning.entry(
-        tables,
-        grids=grids,
+    size = SIZES[context.form]
+    grids = {f"{name}: {method}": grid for name in GRIDS for method, grid in GRIDS[name].items()}
+    labels = iter(context.track(list(grids)))
+    make = {name: functools.cache(task.make) for name, task in tasks.TASKS.items()}
+
+    def race(label, settings, seeds):
+        next(labels)
+        name, method = label.rsplit(": ", 1)
+        data = tasks.stacked(make[name], seeds)
+        return _race(tasks.TASKS[name], size, method, seeds, settings, data)["validation"]
+
+    return tuning.search(
+        race,
+        grids,
+        TUNE_SEEDS,
         criterion="lowest mean validation loss, nats, after the last step",
         size=str(size),
-        seeds=TUNE_SEEDS,
     )
 
 

@@ -3,10 +3,9 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from benchmarks import harness, lm, text
+from benchmarks import harness, lm
 from benchmarks.blr import tasks
 from jaxkit import blr, train
 
@@ -27,17 +26,8 @@ def run(context):
 
 def _text_model(form):
     width, layers, context, batch = SIZES[form]
-    tokens, vocabulary = text.help_topics()
-    windows = jnp.asarray(tokens[: batch * (context + 1)], jnp.int32).reshape(batch, context + 1)
-    model = lm.Decoder(vocabulary, width, 4 * width, layers, 4)
-    params = jax.jit(model.init)(jax.random.key(0), windows[:1, :-1])
-
-    def loss_fn(params, windows, key):
-        del key
-        logits = model.apply(params, windows[:, :-1])
-        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
-
-    yield from _steps(loss_fn, params, windows, form, f"{layers} x {width}, {batch} x {context}")
+    size = f"{layers} x {width}, {batch} x {context}"
+    yield from _steps(*lm.one_batch(*SIZES[form]), form, size)
 
 
 def _classifier(form):
