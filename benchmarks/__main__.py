@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import concurrent.futures
 import contextlib
 import importlib
 import importlib.metadata
@@ -127,20 +128,32 @@ def _run(parser, args, names, command):
         if args.trace:
             stack.enter_context(jax.profiler.trace(args.trace))
         progress = stack.enter_context(_progress(errors))
-        for name, module in modules.items():
+        contexts, tasks = {}, {}
+        for name in modules:
             topic, method = name.split(".")
-            task = progress.add_task(name, total=0)
-            context = harness.Context(
+            tasks[name] = progress.add_task(name, total=0)
+            contexts[name] = harness.Context(
                 form=form,
                 settings=_settings(topic).get(method, {}),
                 data=args.data,
-                track=_tracker(progress, task, name),
+                track=_tracker(progress, tasks[name], name),
                 note=progress.console.print,
             )
+        # Toy sizes measure nothing: two run at once, since compiling takes one core.
+        ahead = {}
+        if form == "smoke":
+            pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+            for name, module in modules.items():
+                ahead[name] = pool.submit(lambda *x: list(x[0].run(x[1])), module, contexts[name])
+        for name, module in modules.items():
+            topic, method = name.split(".")
             try:
                 if args.tune:
-                    _write_settings(topic, method, module.tune(context), progress.console)
-                for item in () if args.tune else module.run(context):
+                    found = module.tune(contexts[name])
+                    _write_settings(topic, method, found, progress.console)
+                    continue
+                items = ahead[name].result() if ahead else module.run(contexts[name])
+                for item in items:
                     if isinstance(item, harness.Curve):
                         curves.append(item)
                         continue
@@ -151,7 +164,9 @@ def _run(parser, args, names, command):
             except Exception:
                 failed.append(name)
                 progress.console.print_exception()
-            progress.update(task, description=f"{name}: {'failed' if name in failed else 'done'}")
+            finally:
+                ended = "failed" if name in failed else "done"
+                progress.update(tasks[name], description=f"{name}: {ended}")
     if rows:
         OUT.mkdir(exist_ok=True)
         prefix = "" if form == "short" else f"{form}_"

@@ -97,6 +97,14 @@ def arrays(name, tree, /):
             raise TypeError(f"{name} must hold arrays only, got {kind} at {path}.") from error
 
 
+def floats(name, tree, /):
+    """Checks that every leaf of ``tree`` is a real floating array; the message names the path."""
+    arrays(name, tree)
+    for path, leaf in _tree.leaves_with_paths(tree):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(f"{name} must be real floating, got {jnp.result_type(leaf)} at {path}.")
+
+
 def leading_axis(name, tree, /):
     """Checks that all leaves of ``tree`` have the same leading axis; returns its size."""
     arrays(name, tree)
@@ -116,21 +124,22 @@ def leading_axis(name, tree, /):
     return size
 
 
-def same_types(name, got, want_name, want, /):
+def same_types(name, got, want_name, want, /, *, dtypes=True):
     """Checks that two trees agree in structure, shapes and dtypes; names the first difference."""
 
     def types(tree):
         return {
-            path: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+            path: f"{jnp.result_type(leaf) if dtypes else ''}{list(jnp.shape(leaf))}"
             for path, leaf in _tree.leaves_with_paths(tree)
         }
 
+    what = "types" if dtypes else "shapes"
     got_types, want_types = types(got), types(want)
     for path in {**want_types, **got_types}:
         pair = want_types.get(path, "nothing"), got_types.get(path, "nothing")
         if pair[0] != pair[1]:
             raise ValueError(
-                f"{name} must have the types of {want_name}, wanted {pair[0]} at {path}, "
+                f"{name} must have the {what} of {want_name}, wanted {pair[0]} at {path}, "
                 f"got {pair[1]}."
             )
     got_tree, want_tree = jax.tree.structure(got), jax.tree.structure(want)

@@ -56,6 +56,14 @@ class Tombstone:
         return self.kind is None or issubclass(self.kind, kind)
 
 
+def check_inner(outer, inner):
+    """Checks that the estimator called ``outer`` may wrap ``inner``."""
+    _check.function("inner", inner)
+    if getattr(inner, "is_private", False):
+        # Clipping and noise are made for one release a step, of all that was asked.
+        raise ValueError(f"inner of {outer} must not be private, got a private estimator.")
+
+
 def find_states(opt_state, kind):
     """Returns all states of type ``kind`` in ``opt_state``, at least one, in tree order."""
 
@@ -127,12 +135,8 @@ def split_loss(out, *, per_example=False, has_aux=None):
 
 def check_params(params):
     """Checks that every leaf of ``params`` is real floating; the message names the path."""
-    _check.arrays("params", params)
-    for path, leaf in _tree.leaves_with_paths(params):
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            # jax.grad of a complex leaf is the conjugate of the direction of steepest ascent.
-            raise TypeError(f"params must be real floating, got {dtype} at {path}.")
+    # jax.grad of a complex leaf is the conjugate of the direction of steepest ascent.
+    _check.floats("params", params)
 
 
 def split_model_state(aux, model_state):
@@ -164,12 +168,15 @@ def zeros_of(struct, dtype=None):
     # Without a mesh in context plain zeros fit every sharding, and only there JAX takes them.
     in_mesh = not jax.sharding.get_abstract_mesh().empty
     sharding = struct.sharding if in_mesh else None
-    return jnp.zeros(struct.shape, dtype or struct.dtype, device=sharding)
+    zeros = jnp.zeros(struct.shape, dtype or struct.dtype, device=sharding)
+    return _tree.vary(zeros, _tree.varying(struct))
 
 
 def add_scaled(total, weight, tree):
     """Returns ``total + weight * tree`` in the dtypes of ``total``."""
-    return jax.tree.map(lambda t, x: t + weight * jnp.asarray(x, t.dtype), total, tree)
+    return jax.tree.map(
+        lambda t, x: t + jnp.asarray(weight, t.dtype) * jnp.asarray(x, t.dtype), total, tree
+    )
 
 
 def cast_like(tree, types):

@@ -35,6 +35,18 @@ def is_masked(x):
     return isinstance(x, optax.MaskedNode)
 
 
+def varying(x):
+    """Returns the axes of a surrounding ``shard_map`` over which an array, or its type, varies."""
+    kind = getattr(x if hasattr(x, "manual_axis_type") else jax.typeof(x), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))
+
+
+def vary(x, axes):
+    """Returns ``x`` marked as one that may differ over ``axes`` of a surrounding ``shard_map``."""
+    new = tuple(axes - varying(x))
+    return jax.lax.pcast(x, new, to="varying") if new else x
+
+
 def strong(tree):
     """Returns ``tree`` as arrays without weak types; a weak leaf compiles its user once more."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

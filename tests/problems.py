@@ -28,10 +28,15 @@ def digits(steps, size):
     return np.float32(images[rows] / 16), np.int32(labels[rows])
 
 
+def cross_entropies(logits, labels):
+    """Returns the cross-entropy in nats of each row of ``logits`` ``[size, 10]``."""
+    hits = jax.nn.one_hot(labels, 10)
+    return -jnp.sum(hits * jax.nn.log_softmax(logits), axis=-1)
+
+
 def cross_entropy(logits, labels):
     """Returns the mean cross-entropy in nats of ``logits`` ``[size, 10]``."""
-    hits = jax.nn.one_hot(labels, 10)
-    return -jnp.mean(jnp.sum(hits * jax.nn.log_softmax(logits), axis=-1))
+    return jnp.mean(cross_entropies(logits, labels))
 
 
 def step_of(batches, i):

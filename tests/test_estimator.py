@@ -104,6 +104,21 @@ def test_none_and_several_states_are_told_apart():
             find(optax.adam(0.1).init(PARAMS), GainState)
 
 
+def test_a_private_estimator_is_never_wrapped():
+    """The mark on the estimator refuses it, by the name of the one that would wrap it."""
+
+    def private(key, params, opt_state, batch):
+        return leaf(key, params, opt_state, batch)
+
+    _estimator.check_inner("some.wrapper", private)
+    private.is_private = True
+    for inner in (private, jax.jit(private)):
+        with pytest.raises(ValueError, match="inner of some.wrapper must not be private, got a"):
+            _estimator.check_inner("some.wrapper", inner)
+    with pytest.raises(TypeError, match="inner must be a function, got GradientTransformation"):
+        _estimator.check_inner("some.wrapper", optax.identity())
+
+
 OPT_STATE = optax.chain(link(GainState), link(OtherState)).init(PARAMS)
 
 
@@ -197,6 +212,32 @@ def test_sums_of_half_precision_are_exact_in_float32():
         total = _estimator.add_scaled(total, 1.0, tree)
     assert total["w"].dtype == jnp.float32 and bool(jnp.all(total["w"] == 300))
     assert _estimator.cast_like(total, types)["w"].dtype == jnp.bfloat16
+
+
+def test_a_weight_of_another_dtype_scales_a_sum():
+    """A float64 weight, as of mixed parameters, meets a float32 sum, which stays float32."""
+    with jax.enable_x64(True):
+        total = _estimator.add_scaled(jnp.ones(2, jnp.float32), jnp.float64(0.5), jnp.ones(2))
+    assert total.dtype == jnp.float32 and bool(jnp.all(total == 1.5))
+
+
+def test_zeros_vary_as_what_they_stand_for():
+    """In a shard_map they start a scan over what differs between devices and what does not."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(own, same):
+        types = jax.eval_shape(lambda: (own, same))
+        start = _estimator.wide_zeros(types)
+        total, _ = jax.lax.scan(
+            lambda c, _: (_estimator.add_scaled(c, 1.0, (own, same)), None), start, None, 3
+        )
+        return total
+
+    specs = jax.P("data"), jax.P()
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
+    own, same = run(jnp.arange(8.0), jnp.ones(2))
+    np.testing.assert_array_equal(own, 3 * np.arange(8))
+    np.testing.assert_array_equal(same, 3)
 
 
 def test_sums_of_float64_stay_float64():

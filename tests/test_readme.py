@@ -6,7 +6,7 @@ import re
 
 import jax
 
-from jaxkit import blr, metrics, ot, rl, spectral, train, zo
+from jaxkit import blr, denoise, metrics, ot, rl, spectral, train, zo
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -38,7 +38,7 @@ def test_opens_with_the_two_commands_and_stays_short():
 
 def test_every_public_name_and_linked_file_is_there():
     """The table of topics names what exists, and links lead somewhere."""
-    for topic in (spectral, zo, blr, ot, metrics, rl, train):
+    for topic in (spectral, zo, blr, denoise, ot, metrics, rl, train):
         row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{topic.__name__}`"))
         names = re.findall(r"`(\w+)`", row.split("|")[2])
         assert names and all(hasattr(topic, name) for name in names)

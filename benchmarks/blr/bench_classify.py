@@ -11,8 +11,10 @@ import optax
 from blackjax.vi import meanfield_vi
 
 from benchmarks import harness, tuning
-from benchmarks.blr import tasks
+from benchmarks.blr import images, tasks
 from jaxkit import blr
+
+READS_DATA = True
 
 
 class Size(NamedTuple):
@@ -30,6 +32,7 @@ SIZES = {"smoke": Size(5, 8, 2), "short": Size(600, 64, 32), "full": Size(3000, 
 SEEDS = {"smoke": (1, 2), "short": range(1, 13), "full": range(1, 25)}
 TUNE_SEEDS = (1001, 1002, 1003, 1004, 1005, 1006)  # never reported
 ENSEMBLE = 5
+AT_ONCE = 8  # runs on real images, whose predictions take memory
 ADAMW, VI, NETS = "optax.adamw", "blackjax mean-field VI", "5 nets of optax.adamw"
 OURS = {"alpha 1 (IVON)": (1.0, "tsallis"), "alpha 2": (2.0, "tsallis")}
 OURS["alpha 2, logdet"] = 2.0, "logdet"
@@ -69,15 +72,20 @@ METRICS = {
 
 def run(context):
     size, seeds = SIZES[context.form], SEEDS[context.form]
-    for name in context.track([DIGITS] if context.form == "smoke" else [BREAST, DIGITS]):
+    real = images.found(context.data) if context.data else {}
+    names = [DIGITS] if context.form == "smoke" else [BREAST, DIGITS]
+    for name in context.track([*names, *real]):
         left_out = () if context.form == "full" else LONG
-        task = tasks.TASKS[name]
-        methods = [method for method in (*GRIDS[name], NETS) if method not in left_out]
-        data = tasks.stacked(task.make, seeds)
+        task, tuned = (tasks.TASKS | real)[name], name
+        if name in real and f"{name}: {ADAMW}" not in context.settings["methods"]:
+            context.note(f"{name}: with the settings of {DIGITS}; --tune --data makes its own.")
+            tuned = DIGITS
+        methods = [method for method in (*_grids(name), NETS) if method not in left_out]
+        data = task.make() if name in real else tasks.stacked(task.make, seeds)
 
-        def race(method, name=name, task=task, data=data):
-            chosen = tuning.chosen(context, f"{name}: {ADAMW if method == NETS else method}")
-            return _race(task, size, method, seeds, [chosen] * len(seeds), data)
+        def race(method, name=name, tuned=tuned, task=task, data=data):
+            chosen = tuning.chosen(context, f"{tuned}: {ADAMW if method == NETS else method}")
+            return _race(task, size, method, seeds, [chosen] * len(seeds), data, name in real)
 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes one core
             found = dict(zip(methods, pool.map(race, methods), strict=True))
@@ -95,15 +103,18 @@ def run(context):
 def tune(context):
     """Searches the settings of every method on every task, by the loss on the validation rows."""
     size = SIZES[context.form]
-    grids = {f"{name}: {method}": grid for name in GRIDS for method, grid in GRIDS[name].items()}
+    real = images.found(context.data) if context.data else {}
+    known = tasks.TASKS | real
+    grids = {f"{name}: {method}": grid for name in known for method, grid in _grids(name).items()}
     labels = iter(context.track(list(grids)))
-    make = {name: functools.cache(task.make) for name, task in tasks.TASKS.items()}
+    make = {name: functools.cache(task.make) for name, task in known.items()}
 
     def race(label, settings, seeds):
         next(labels)
         name, method = label.rsplit(": ", 1)
-        data = tasks.stacked(make[name], seeds)
-        return _race(tasks.TASKS[name], size, method, seeds, settings, data)["validation"]
+        data = make[name]() if name in real else tasks.stacked(make[name], seeds)
+        found = _race(known[name], size, method, seeds, settings, data, name in real)
+        return found["validation"]
 
     return tuning.search(
         race,
@@ -114,21 +125,35 @@ def tune(context):
     )
 
 
-def _race(task, size, method, seeds, settings, data):
-    """Returns ``{metric: [runs]}``; run i has its own seed, settings and data."""
+def _grids(name):
+    """Returns the grids of a task; those of the digits are for real images too."""
+    return GRIDS.get(name, GRIDS[DIGITS])
+
+
+def _race(task, size, method, seeds, settings, data, is_shared):
+    """Returns ``{metric: [runs]}``; run i has its own seed, settings and, if not shared, data."""
     kind = method
     if method in OURS:
         alpha, kind = OURS[method]
         settings = [{**x, "alpha": alpha} for x in settings]
     settings = jax.tree.map(lambda *x: jnp.asarray(x, jnp.float32), *settings)
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    return jax.tree.map(np.asarray, _program(task.model, size, kind)(keys, settings, data))
+    program = _program(task.model, size, kind, is_shared)
+    return jax.tree.map(np.asarray, program(keys, settings, data))
 
 
 @functools.cache
-def _program(model, size, kind):
+def _program(model, size, kind, is_shared):
     """Returns the compiled run over many seeds, settings and splits; alpha is one of these."""
-    return jax.jit(jax.vmap(functools.partial(_one, model, size, kind)))
+    one = functools.partial(_one, model, size, kind)
+
+    def few_at_once(keys, settings, data):
+        def run(own):
+            return one(*own, data)
+
+        return jax.lax.map(run, (keys, settings), batch_size=AT_ONCE)
+
+    return jax.jit(few_at_once if is_shared else jax.vmap(one))
 
 
 def _one(model, size, kind, key, settings, data):

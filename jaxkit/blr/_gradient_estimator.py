@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxkit import _check, _estimator
+from jaxkit import _estimator
 from jaxkit.blr import _monte_carlo
 
 
@@ -34,8 +34,9 @@ def gradient_estimator(
 
     Raises:
       TypeError: ``inner`` is no function.
-      ValueError: an option is out of range; or, when called, ``opt_state`` holds no
-        :class:`GBLRState`, an outer estimator uses it already, or ``inner`` gives ``hess`` too.
+      ValueError: ``inner`` is private, or an option out of range; or, when called, ``opt_state``
+        holds no :class:`GBLRState`, an outer estimator uses it already, or ``inner`` gives
+        ``hess`` too.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -51,7 +52,7 @@ def gradient_estimator(
 
     Cost: ``num_samples`` calls of ``inner``, traced once, and as many draws of noise.
     """
-    _check.function("inner", inner)
+    _estimator.check_inner("blr.gradient_estimator", inner)
     options = _monte_carlo.check(
         _monte_carlo.Options(num_samples, mode, hessian, batch_size, axis_name),
         ("reparam", "antithetic", "gradsq"),

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxkit import _tree
 from jaxkit.spectral._matrix_spec import MatrixSpec, from_matrices, to_matrices
-from jaxkit.spectral._placement import placement, varying
+from jaxkit.spectral._placement import placement
 
 _STACK = MatrixSpec(unit=(1,), feature=(2,), batch=(0,))
 _CPU_PIECE = 2**18  # elements of a piece: a few of them fit a core's cache
@@ -83,7 +84,9 @@ def _map_local(fun, xs, specs):
     flat, buckets = [part for leaf in parts for part in leaf], defaultdict(list)
     for i, part in enumerate(flat):
         # A replicated leaf in one stack with a varying one would come back marked as varying.
-        buckets[min(part.shape[-2:]), max(part.shape[-2:]), part.dtype, varying(part)].append(i)
+        buckets[min(part.shape[-2:]), max(part.shape[-2:]), part.dtype, _tree.varying(part)].append(
+            i
+        )
     done = [None] * len(flat)
     for (rows, cols, *_), indices in buckets.items():
         stacks = [_orient(flat[i]).reshape(-1, rows, cols) for i in indices]
@@ -224,7 +227,7 @@ def _map_sharded(fun, xs, specs, places, mesh, open_map, distribute, in_place):
             # In a shard_map within a shard_map jax below 0.10.2 cannot ask for the device's index:
             # there no slot may mix layouts.
             apart = layout if open_map and place.manual else None
-            key = layout.shape, layout.spec, x.dtype, place.used(), varying(x), axes, apart
+            key = layout.shape, layout.spec, x.dtype, place.used(), _tree.varying(x), axes, apart
             buckets[key].append((i, layout))
         out = [None] * len(xs)
         for (_, _, _, used, _, axes, _), members in buckets.items():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxkit import _tree
 from jaxkit.spectral._labels import assign
 from jaxkit.spectral._roles import leaves_with_parts
 
@@ -73,12 +74,6 @@ def placement(x, given=None, name="x"):
     return Placement(mesh, tuple(axes), manual)
 
 
-def varying(x):
-    """Returns the Manual mesh axes along which ``x`` may differ, by its type."""
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
-    return frozenset(getattr(kind, "varying", ()))
-
-
 def _names(spec, x, name):
     """Returns a partition spec as one tuple of mesh axes for each array axis."""
     entries = tuple(spec or ())
@@ -132,7 +127,7 @@ def assign_whole(tree, shardings, distribute=(), **labels):
                 f"distribute={distribute} needs a mesh with these axes at {path}, and "
                 f"sharding= where they are not Explicit, got axes {known}."
             )
-        mixed = sorted(varying(x) & set(distribute) - place.used())
+        mixed = sorted(_tree.varying(x) & set(distribute) - place.used())
         if mixed:
             raise ValueError(
                 f"distribute={distribute} needs leaves that are the same along these axes, got "

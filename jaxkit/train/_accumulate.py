@@ -1,9 +1,8 @@
 """Gradients of a large batch as the mean over slices that fit into memory."""
 
 import jax
-import jax.numpy as jnp
 
-from jaxkit import _check, _estimator
+from jaxkit import _check, _estimator, _slices
 
 
 def accumulate(inner, num_micro):
@@ -28,7 +27,8 @@ def accumulate(inner, num_micro):
 
     Raises:
       TypeError: ``inner`` is no function, or ``num_micro`` not a whole number.
-      ValueError: ``num_micro`` is below 1; or, when called, the batch holds no array, its leaves
+      ValueError: ``inner`` is private, or ``num_micro`` below 1; or, when called, ``inner``
+        measures a variance, as under ``gain="auto"``, the batch holds no array, its leaves
         differ in their leading axis, or that does not divide by ``num_micro``.
 
     Example:
@@ -46,58 +46,20 @@ def accumulate(inner, num_micro):
     Cost: ``num_micro`` calls of ``inner`` in a scan (traced once), each on ``1 / num_micro`` of
     the batch; one copy of the gradient and extras in float32.
     """
-    _check.function("inner", inner)
+    _estimator.check_inner("train.accumulate", inner)
     num_micro = _check.count("num_micro", num_micro)
-    # As a jitted function, `inner` is traced once: for its types, which the scan then reuses.
     inner = jax.jit(inner)
 
     def estimator(key, params, opt_state, batch):
-        stateful = isinstance(batch, _estimator.Stateful)
-        model_state, examples = batch if stateful else (None, batch)
-        strided = _strided(examples, num_micro)
-
-        def evaluate(index, model_state):
-            """Returns (value, grads, extras), aux and model state of slice ``index``."""
-            micro = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), strided
+        estimate, _ = _slices.mean(
+            inner, key, params, opt_state, batch, num=num_micro, name="num_micro"
+        )
+        if "query_variance" in estimate.extras:
+            # The mean over slices is not the variance of their mean.
+            raise ValueError(
+                "inner must not measure the variance of a gradient, got the extra "
+                "'query_variance'; give denoise.gradient_estimator num_parts instead."
             )
-            if stateful:
-                micro = _estimator.Stateful(model_state, micro)
-            estimate = inner(jax.random.fold_in(key, index), params, opt_state, micro)
-            aux = estimate.aux
-            if stateful:
-                model_state, aux = _estimator.split_model_state(aux, model_state)
-            return (estimate.value, estimate.grads, estimate.extras), aux, model_state
-
-        def add(carry, index):
-            total, first_aux, model_state = carry
-            linear, aux, model_state = evaluate(index, model_state)
-            total = _estimator.add_scaled(total, 1.0, linear)
-            first_aux = jax.tree.map(
-                lambda new, old: jnp.where(index == 0, new, old), aux, first_aux
-            )
-            return (total, first_aux, model_state), None
-
-        linear, aux, _ = jax.eval_shape(lambda: evaluate(jnp.int32(0), model_state))
-        start = _estimator.wide_zeros(linear), jax.tree.map(_estimator.zeros_of, aux), model_state
-        carry, _ = jax.lax.scan(add, start, jnp.arange(num_micro, dtype=jnp.int32))
-        total, aux, model_state = carry
-        mean = jax.tree.map(lambda x: x / num_micro, total)
-        value, grads, extras = _estimator.cast_like(mean, linear)
-        if stateful:
-            aux = {**aux, "model_state": model_state}
-        return _estimator.Estimate(value, grads, aux, extras)
+        return estimate
 
     return estimator
-
-
-def _strided(examples, num_micro):
-    """Returns leaves ``[B / num_micro, num_micro, ...]``: slice ``i`` is ``[:, i]``."""
-    size = _check.leading_axis("batch", examples)
-    if size % num_micro:
-        raise ValueError(
-            f"batch must have a leading axis that divides by num_micro={num_micro}, got {size}."
-        )
-    return jax.tree.map(
-        lambda x: jnp.reshape(x, (size // num_micro, num_micro, *jnp.shape(x)[1:])), examples
-    )

@@ -206,8 +206,6 @@ def over_calls(evaluate, xs, options):
     start = jax.jit(
         lambda: jax.tree.map(lambda x: _estimator.zeros_of(jax.typeof(x)), evaluate(first)[1])
     )()
-    if options.axis_name is not None:
-        start = jax.lax.pcast(start, options.axis_name, to="varying")
     (_, aux), out = jax.lax.scan(step, (jnp.int32(0), start), xs)
     return out, aux
 

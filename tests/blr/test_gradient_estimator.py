@@ -127,7 +127,7 @@ def test_the_model_state_is_that_of_the_first_sample():
 
 
 def test_nesting_and_extras_are_checked():
-    """blr(blr) is refused, so is a second hess, a missing state and hutchinson."""
+    """blr(blr) and blr(private) are refused, so is a second hess, a missing state, hutchinson."""
     params, batch = problem()
     state = _state(params)
     estimator = _make()(loss_fn)
@@ -155,6 +155,13 @@ def test_nesting_and_extras_are_checked():
             blr.gradient_estimator(inner, **options)
     with pytest.raises(TypeError, match="inner must be a function, got None"):
         blr.gradient_estimator(None)
+
+    def private(*args):
+        return inner(*args)
+
+    private.is_private = True  # each sample would be a release of its own
+    with pytest.raises(ValueError, match="inner of blr.gradient_estimator must not be private"):
+        blr.gradient_estimator(private)
 
 
 def test_extras_of_the_inner_estimator_are_averaged():

@@ -205,3 +205,26 @@ def test_a_model_state_that_changes_its_shape_is_refused():
     batch = train.Stateful({"n": jnp.ones(1)}, jnp.ones(4))
     with pytest.raises(ValueError, match=r"wanted float32\[1\] at n, got float32\[2\]"):
         estimator(KEY, jnp.ones(2), (), batch)
+
+
+def test_a_private_estimator_is_not_accumulated():
+    """Each slice would be a release of its own."""
+
+    def private(*args):
+        return train.backprop(loss_fn)(*args)
+
+    private.is_private = True
+    with pytest.raises(ValueError, match="inner of train.accumulate must not be private"):
+        train.accumulate(private, 2)
+
+
+def test_a_variance_is_not_averaged_over_slices():
+    """The mean of the variances of slices is not the variance of the mean: it is refused."""
+
+    def measuring(*args):
+        return train.backprop(loss_fn)(*args)._replace(extras={"query_variance": jnp.float32(1)})
+
+    params, batch = problem()
+    estimator = train.accumulate(measuring, 2)
+    with pytest.raises(ValueError, match="must not measure the variance of a gradient"):
+        jax.eval_shape(estimator, KEY, params, (), batch)

@@ -2,7 +2,8 @@
 
 A new estimator or optimizer is one line in its table. Each estimator meets the optimizers in
 ``FEW_OPTIMIZERS``, each optimizer the estimators in ``FEW_ESTIMATORS``; the rest of the product is
-marked slow. Estimators around a posterior meet the optimizers that keep one, and no others.
+marked slow. Estimators around a posterior meet the optimizers that keep one, and no others; those
+that ask at the query points of a denoiser meet every optimizer behind one.
 """
 
 import functools
@@ -18,32 +19,62 @@ from jax.sharding import PartitionSpec as P
 from problems import (
     assert_close,
     assert_equal,
-    cross_entropy,
+    cross_entropies,
     digits,
     jit_as_by_default,
     step_of,
 )
 
-from jaxkit import blr, spectral, train, zo
+from jaxkit import blr, denoise, spectral, train, zo
 
-# name -> what takes a loss function and returns an estimator
+PRIVACY = {"l2_clip_norm": 1.0, "noise_multiplier": 0.2, "noise_variance": False}
+# name -> what takes Losses and returns an estimator
 ESTIMATORS = {
-    "backprop": train.backprop,
-    "accumulate": lambda loss_fn: train.accumulate(train.backprop(loss_fn), 2),
-    "zo": lambda loss_fn: zo.gradient_estimator(
-        loss_fn, num_samples=16, mu=0.01, direction=zo.rademacher()
+    "backprop": lambda losses: train.backprop(losses.mean),
+    "accumulate": lambda losses: train.accumulate(train.backprop(losses.mean), 2),
+    "zo": lambda losses: zo.gradient_estimator(
+        losses.mean, num_samples=16, mu=0.01, direction=zo.rademacher()
+    ),
+    "zo_node": lambda losses: zo.gradient_estimator(
+        losses.per_example, num_samples=4, mu=0.01, direction=zo.node(), per_example=True
+    ),
+    "private": lambda losses: denoise.private_gradient_estimator(
+        losses.mean, denoised=False, **PRIVACY
     ),
 }
-# name -> what takes a loss function and returns an estimator that samples a posterior
+# name -> the same, for estimators that sample a posterior
 BAYESIAN_ESTIMATORS = {
-    "blr": lambda loss_fn: blr.gradient_estimator(train.backprop(loss_fn), num_samples=2),
-    "accumulate_blr": lambda loss_fn: train.accumulate(
-        blr.gradient_estimator(train.backprop(loss_fn)), 2
+    "blr": lambda losses: blr.gradient_estimator(train.backprop(losses.mean), num_samples=2),
+    "accumulate_blr": lambda losses: train.accumulate(
+        blr.gradient_estimator(train.backprop(losses.mean)), 2
     ),
-    "blr_accumulate": lambda loss_fn: blr.gradient_estimator(ESTIMATORS["accumulate"](loss_fn)),
-    "blr_zo": lambda loss_fn: blr.gradient_estimator(ESTIMATORS["zo"](loss_fn)),
+    "blr_accumulate": lambda losses: blr.gradient_estimator(ESTIMATORS["accumulate"](losses)),
+    "blr_zo": lambda losses: blr.gradient_estimator(ESTIMATORS["zo"](losses)),
 }
-# name -> what returns an optimizer that keeps one
+
+
+def _denoised(make):
+    return lambda losses: denoise.gradient_estimator(make(losses))
+
+
+def _behind(make, gain=0.3):
+    """Returns what makes the optimizer of ``make`` behind a denoiser of order 2."""
+    return lambda: optax.chain(denoise.igt(gain), make())
+
+
+# name -> the same, for estimators that ask at the query points of a denoiser
+DENOISED_ESTIMATORS = {
+    **{
+        f"denoise_{name}": _denoised(ESTIMATORS[name])
+        for name in ("backprop", "accumulate", "zo", "zo_node")
+    },
+    "accumulate_denoise": lambda losses: train.accumulate(
+        _denoised(ESTIMATORS["backprop"])(losses), 2
+    ),
+    "private_denoised": lambda losses: denoise.private_gradient_estimator(losses.mean, **PRIVACY),
+}
+DENOISED_BAYESIAN_ESTIMATORS = {"denoise_blr": _denoised(BAYESIAN_ESTIMATORS["blr"])}
+# name -> what returns an optimizer that keeps a posterior
 BAYESIAN_OPTIMIZERS = {
     "gblr": lambda: blr.gblr(0.2, ess=1e5, alpha=1.5, b2=0.99),
     "clipped_gblr": lambda: optax.chain(
@@ -65,12 +96,22 @@ OPTIMIZERS = {
         0.02, overrides={"out/kernel": "lm_head"}
     ),
 }
+DENOISED_OPTIMIZERS = {name: _behind(make) for name, make in OPTIMIZERS.items()}
+DENOISED_BAYESIAN_OPTIMIZERS = {name: _behind(make) for name, make in BAYESIAN_OPTIMIZERS.items()}
+# What meets what: every estimator of a row is legal with every optimizer of it, and no other.
+LEGAL = (
+    (ESTIMATORS, OPTIMIZERS),
+    (BAYESIAN_ESTIMATORS, BAYESIAN_OPTIMIZERS),
+    (DENOISED_ESTIMATORS, DENOISED_OPTIMIZERS),
+    (DENOISED_BAYESIAN_ESTIMATORS, DENOISED_BAYESIAN_OPTIMIZERS),
+)
 # Of forward passes alone 20 steps see little of 2,410 parameters, and losses that round differently
 # are divided by mu.
-LEFT = {"zo": 0.985, "blr_zo": 0.985}
-ROUNDING = {"zo": 1e-3, "blr_zo": 1e-3}
+LEFT = dict.fromkeys(("zo", "blr_zo", "denoise_zo"), 0.985)
+ROUNDING = dict.fromkeys(("zo", "blr_zo", "denoise_zo", "zo_node", "denoise_zo_node"), 1e-3)
 FEW_ESTIMATORS = ("backprop", "accumulate")
 FEW_OPTIMIZERS = ("sgd", "adamw")
+FEW_PAIRS = (("blr", "gblr"), ("denoise_blr", "gblr"), ("denoise_backprop", "muon"))
 
 KEY = jax.random.key(0)
 DIGITS = digits(20, 64)
@@ -79,18 +120,16 @@ DIGITS = digits(20, 64)
 def pairs():
     """Returns the rows of the product, those outside the short list marked slow."""
     rows = []
-    products = (
-        itertools.product(ESTIMATORS, OPTIMIZERS),
-        itertools.product(BAYESIAN_ESTIMATORS, BAYESIAN_OPTIMIZERS),
-    )
-    for estimator, optimizer in itertools.chain(*products):
-        few = (
-            estimator in FEW_ESTIMATORS
-            or optimizer in FEW_OPTIMIZERS
-            or (estimator, optimizer) == ("blr", "gblr")
-        )
-        marks = () if few else pytest.mark.slow
-        rows.append(pytest.param(estimator, optimizer, id=f"{estimator}-{optimizer}", marks=marks))
+    for estimators, optimizers in LEGAL:
+        for estimator, optimizer in itertools.product(estimators, optimizers):
+            few = (
+                estimator in FEW_ESTIMATORS
+                or optimizer in FEW_OPTIMIZERS
+                or (estimator, optimizer) in FEW_PAIRS
+            )
+            marks = () if few else pytest.mark.slow
+            name = f"{estimator}-{optimizer}"
+            rows.append(pytest.param(estimator, optimizer, id=name, marks=marks))
     return rows
 
 
@@ -106,29 +145,35 @@ def params():
     return {"hidden": dense(64, 32), "out": dense(32, 10)}
 
 
-def loss_fn(params, batch, key):
-    images, labels = batch
+class Losses:
+    """The loss of the net, as its mean and of each example; counts how often it is traced."""
 
-    def dense(layer, x):
-        return x @ layer["kernel"] + layer["bias"][None, :]
+    def __init__(self):
+        self.traces = 0
 
-    logits = dense(params["out"], jax.nn.relu(dense(params["hidden"], images)))
-    return cross_entropy(logits, labels), {"logits": jnp.mean(logits)}
+    def per_example(self, params, batch, key):
+        self.traces += 1
+        images, labels = batch
+
+        def dense(layer, x):
+            return x @ layer["kernel"] + layer["bias"][None, :]
+
+        logits = dense(params["out"], jax.nn.relu(dense(params["hidden"], images)))
+        return cross_entropies(logits, labels), {"logits": jnp.mean(logits)}
+
+    def mean(self, params, batch, key):
+        losses, aux = self.per_example(params, batch, key)
+        return jnp.mean(losses), aux
 
 
 class Run:
     """One pair of the matrix, with its 20 steps from one fit."""
 
     def __init__(self, estimator, optimizer):
-        self.traces = []
-
-        def counted(*args):
-            self.traces.append(1)
-            return loss_fn(*args)
-
-        self.tx = {**OPTIMIZERS, **BAYESIAN_OPTIMIZERS}[optimizer]()
-        make = {**ESTIMATORS, **BAYESIAN_ESTIMATORS}[estimator]
-        self.step = train.make_step(make(counted), self.tx)
+        self.losses = Losses()
+        estimators, optimizers = next(group for group in LEGAL if estimator in group[0])
+        self.tx = optimizers[optimizer]()
+        self.step = train.make_step(estimators[estimator](self.losses), self.tx)
         self.whole = self.fit(self.create())
 
     def create(self, place=lambda tree: tree):
@@ -168,9 +213,9 @@ def test_two_fits_trace_the_step_once(estimator, optimizer):
     """A second fit of the same shapes traces nothing."""
     case = run(estimator, optimizer)
     state, _ = case.fit(case.create())
-    before = len(case.traces)
+    before = case.losses.traces
     case.fit(state)
-    assert len(case.traces) == before
+    assert case.losses.traces == before
 
 
 @matrix
@@ -213,3 +258,36 @@ def test_eight_devices_are_one(estimator, optimizer):
     want, want_metrics = case.fit(case.create(), 8)
     got = state.params, metrics["loss"]
     assert_close(got, (want.params, want_metrics["loss"]), ROUNDING.get(estimator, 1e-5))
+
+
+# What the error of an illegal pair names, by the rows of LEGAL that the two parts come from.
+MISSING = {
+    (0, 1): "hess",
+    (0, 2): "queried|denoised=False",
+    (0, 3): "queried|denoised=False",
+    (1, 0): "GBLRState",
+    (1, 2): "GBLRState",
+    (1, 3): "queried",
+    (2, 0): "DenoiseState",
+    (2, 1): "DenoiseState",
+    (2, 3): "hess",
+    (3, 0): "DenoiseState",
+    (3, 1): "DenoiseState",
+    (3, 2): "GBLRState",
+}
+
+
+@pytest.mark.parametrize(("row", "other"), MISSING)
+def test_an_illegal_pair_names_what_is_missing(row, other):
+    """Each estimator of one row with the first optimizer of another, and the other way round."""
+    estimators, optimizers = LEGAL[row][0], LEGAL[other][1]
+    few = [
+        *itertools.product(estimators, list(optimizers)[:1]),
+        *itertools.product(list(estimators)[:1], optimizers),
+    ]
+    for estimator, optimizer in few:
+        tx = optimizers[optimizer]()
+        step = train.make_step(estimators[estimator](Losses()), tx)
+        state = train.create(params(), tx, KEY)
+        with pytest.raises(ValueError, match=MISSING[row, other]):
+            jax.eval_shape(step, state, step_of(DIGITS, 0))

@@ -17,7 +17,9 @@ import numpy as np
 import optax
 
 from benchmarks import harness, text
-from jaxkit import train
+
+# By name: the file train.py of this package would take the place of a module called train.
+from jaxkit.train import backprop, create, fit, make_step
 
 
 class Size(NamedTuple):
@@ -52,19 +54,21 @@ class Result(NamedTuple):
 class Block(nn.Module):
     heads: int
     mlp: int
+    dtype: Any = None  # of the computation, None for that of the parameters, which are float32
 
     @nn.compact
     def __call__(self, x):
         width = x.shape[-1]
-        dense = functools.partial(nn.Dense, use_bias=False)
-        y = nn.RMSNorm(name="attention_norm")(x)
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
+        y = norm(name="attention_norm")(x)
         query, key, value = (
             dense(width, name=name)(y).reshape(*y.shape[:-1], self.heads, -1)
             for name in ("query", "key", "value")
         )
         y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         x = x + dense(width, name="out")(y.reshape(x.shape))
-        y = nn.RMSNorm(name="mlp_norm")(x)
+        y = norm(name="mlp_norm")(x)
         y = nn.silu(dense(self.mlp, name="gate")(y)) * dense(self.mlp, name="up")(y)
         return x + dense(width, name="down")(y)
 
@@ -75,16 +79,21 @@ class Decoder(nn.Module):
     mlp: int
     layers: int
     heads: int
+    dtype: Any = None  # of the computation, as of a block
 
     @nn.compact
     def __call__(self, tokens):
         scale = nn.initializers.normal(0.1)
-        x = nn.Embed(self.vocabulary, self.width, embedding_init=scale, name="embed")(tokens)
-        x = x + self.param("position", scale, (tokens.shape[-1], self.width))
+        embed = nn.Embed(
+            self.vocabulary, self.width, self.dtype, embedding_init=scale, name="embed"
+        )
+        x = embed(tokens)
+        x = x + self.param("position", scale, (tokens.shape[-1], self.width)).astype(x.dtype)
         for layer in range(self.layers):
-            x = Block(self.heads, self.mlp, name=f"block_{layer}")(x)
-        head = nn.Dense(self.vocabulary, False, kernel_init=nn.initializers.zeros, name="head")
-        return head(nn.RMSNorm(name="final_norm")(x))
+            x = Block(self.heads, self.mlp, self.dtype, name=f"block_{layer}")(x)
+        zeros = nn.initializers.zeros
+        head = nn.Dense(self.vocabulary, False, self.dtype, kernel_init=zeros, name="head")
+        return head(nn.RMSNorm(dtype=self.dtype, name="final_norm")(x))
 
 
 class Programs(NamedTuple):
@@ -120,10 +129,10 @@ def _programs(model, make):
         return loss(model, params, windows)
 
     def start(params, key, numbers):
-        state = train.create(params, tx, key)
+        state = create(params, tx, key)
         return state._replace(opt_state=optax.tree.set(state.opt_state, **numbers))
 
-    lap = functools.partial(train.fit, train.make_step(train.backprop(loss_fn), tx))
+    lap = functools.partial(fit, make_step(backprop(loss_fn), tx))
     return Programs(jax.jit(jax.vmap(start)), jax.jit(jax.vmap(lap), donate_argnums=0))
 
 
@@ -143,8 +152,9 @@ def decaying(make):
 
 
 def loss(model, params, windows):
-    """Returns the mean loss in nats per token."""
+    """Returns the mean loss in nats per token, float32 or wider."""
     logits = model.apply(params, windows[:, :-1])
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]))
 
 
