@@ -45,6 +45,7 @@ def comparisons(rows):
             pairs = np.array([(ours[seed], theirs[seed]) for seed in ours])
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratios = pairs[:, 0] / pairs[:, 1]
+                quartiles = np.quantile(ratios, [0.25, 0.75])
             out.append(
                 {
                     "topic": topic,
@@ -56,7 +57,7 @@ def comparisons(rows):
                     "rival": rival,
                     "pairs": pairs,
                     "ratio": float(np.median(ratios)),
-                    "quartiles": np.quantile(ratios, [0.25, 0.75]),
+                    "quartiles": quartiles,
                     "wins": int(np.sum(sign * pairs[:, 0] > sign * pairs[:, 1])),
                 }
             )

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+LARGEST = {"average": 1.0}  # the ends of settings that have one, beyond which no grid can reach
+
 
 def search(race, grids, seeds, **about):
     """Returns what ``settings.json`` holds of a search over all points of ``grids``.
@@ -76,7 +78,6 @@ def faults(settings):
             yield f"the grids of {one} and {other} must be equal, got {sizes[one]}, {sizes[other]}"
     for name, method in methods.items():
         for setting, values in method["grid"].items():
-            if method["chosen"][setting] in (min(values), max(values)):
-                yield f"{setting} of {name} must lie inside its grid, got its end, " + str(
-                    method["chosen"][setting]
-                )
+            best = method["chosen"][setting]
+            if best in (min(values), max(values)) and best != LARGEST.get(setting):
+                yield f"{setting} of {name} must lie inside its grid, got its end, {best}"

@@ -1,10 +1,12 @@
 """What a run keeps on disk: orbax checkpoints and the history of its metrics."""
 
+import contextlib
 import itertools
 import json
 import math
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 
@@ -13,23 +15,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkit import _tree
+from jaxkit.train import _host
 
 
-def writable(checkpoint_dir):
-    """Returns the absolute folder after creating it and writing to it once."""
-    folder = pathlib.Path(checkpoint_dir).absolute()  # orbax takes no relative paths
+def writable(checkpoint_dir, state=None):
+    """Returns the absolute folder after creating it and writing to it; it has room for ``state``.
+
+    If one process cannot write, all raise: else the others would wait for it.
+    """
+    folder, error = pathlib.Path(checkpoint_dir).absolute(), None  # orbax takes no relative paths
+    wanted = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
+        with tempfile.TemporaryFile(dir=folder) as file:  # a full disk takes a name, but no content
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+        disk = shutil.disk_usage(folder)
+        if 0 < disk.total and disk.free < wanted:  # a mount without a size says zero
+            raise OSError(f"{disk.free} bytes are free, a checkpoint has {wanted}")
+    except OSError as caught:
+        error = caught
+    if _host.largest(error is not None):
         raise ValueError(
-            f"checkpoint_dir must be a folder that can be written, got {str(folder)!r} ({error})."
+            f"checkpoint_dir must be a folder that can be written, got {str(folder)!r} "
+            f"({error or 'refused in another process'})."
         ) from error
     return folder
 
 
+@contextlib.contextmanager
 def open_manager(folder, keep, score):
-    """Returns an orbax manager that keeps the last ``keep`` checkpoints and the best one.
+    """Yields an orbax manager that keeps the last ``keep`` checkpoints and the best one.
 
     The best has the lowest ``score`` of the metrics saved with it; without a score none is best.
     """
@@ -48,7 +65,15 @@ def open_manager(folder, keep, score):
         best_fn=score,
         cleanup_tmp_directories=keep is not None,  # a reader leaves those of a running writer
     )
-    return ocp.CheckpointManager(folder, options=options)
+    manager, lost = ocp.CheckpointManager(folder, options=options), False
+    try:
+        yield manager
+    except ConnectionError as error:
+        lost = isinstance(error.__cause__, jax.errors.JaxRuntimeError)  # else it is the caller's
+        raise
+    finally:
+        if not lost:  # closing waits until all processes have written
+            manager.close()
 
 
 def best_score(manager, score):

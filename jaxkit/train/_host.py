@@ -35,11 +35,31 @@ def signals():
 def agreed(caught, due):
     """Returns the signal to stop for, SIGTERM before SIGINT, or 0: the same in all processes."""
     stop = max(caught, default=0)
+    return largest(stop) if due or jax.process_count() == 1 else 0
+
+
+def largest(number):
+    """Returns the largest of the whole numbers that the processes call this with."""
     if jax.process_count() == 1:
-        return stop
+        return int(number)
     from jax.experimental import multihost_utils
 
-    return int(multihost_utils.process_allgather(np.int32(stop)).max()) if due else 0
+    return int(multihost_utils.process_allgather(np.int32(number)).max())
+
+
+@contextlib.contextmanager
+def company():
+    """Says it where a process fails since another one has stopped: ConnectionError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if jax.process_count() == 1 or reason.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise ConnectionError(
+            f"Process {jax.process_index()} of {jax.process_count()} has lost another one; start "
+            f"all of them again to go on from the newest checkpoint ({reason})."
+        ) from error
 
 
 @contextlib.contextmanager

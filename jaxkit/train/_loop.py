@@ -82,9 +82,11 @@ def loop(
       FloatingPointError: the loss of a step is not finite (the message has its index), or the
         parameters to be saved are not. Such a state and later ones are never saved.
       ValueError: an option is out of range or lacks its partner, ``state`` is a batch of states,
-        the metrics lack ``"loss"``, ``checkpoint_dir`` cannot be
-        written or holds another model (the first differing leaf is named) or nothing readable,
-        an iterable ends early (after a last checkpoint), or names in a record collide.
+        the metrics lack ``"loss"``, ``checkpoint_dir`` cannot be written, lacks room for the state
+        or holds another model (the first differing leaf is named) or nothing readable, an iterable
+        ends early (after a last checkpoint), or names in a record collide.
+      ConnectionError: another process has stopped. JAX then ends this one too, at the latest after
+        the ``heartbeat_timeout_seconds`` of ``jax.distributed.initialize``.
       TypeError: an argument is of the wrong kind.
 
     Example:
@@ -123,11 +125,11 @@ def loop(
     with contextlib.ExitStack() as stack:
         caught = stack.enter_context(_host.signals())
         if checkpoint_dir is not None:
-            folder = _disk.writable(checkpoint_dir)
-            by_score = None if best_metric is None else score
-            manager = stack.enter_context(_disk.open_manager(folder, keep, by_score))
+            folder = _disk.writable(checkpoint_dir, state)
+            manager = stack.enter_context(_disk.open_manager(folder, keep, best_metric and score))
             state = _disk.restore(manager, state)
             best = _disk.best_score(manager, score)
+        stack.enter_context(_host.company())
         done = int(state.step)
         if num_steps < done:
             raise ValueError(f"num_steps must be at least the {done} steps done, got {num_steps}.")

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -118,12 +119,14 @@ def keep_placements(state, shardings):
 
 def _replicate(x, mesh):
     """Returns ``x`` on all devices of ``mesh``, which may be those of several processes."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.device_put(x, everywhere)
-    # device_put takes no typed key to the devices of other processes.
-    data = jax.device_put(jax.random.key_data(x), everywhere)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    # device_put takes no typed key to the devices of other processes, and where a process has one
+    # device it makes of an array there what cannot be read.
+    data = jax.random.key_data(x) if is_key else x
+    if jax.process_count() > 1:
+        data = np.asarray(data)
+    data = jax.device_put(data, NamedSharding(mesh, PartitionSpec()))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if is_key else data
 
 
 def _check_key(key):

@@ -1,4 +1,7 @@
+import contextlib
+import resource
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +135,16 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path):
         assert not np.any(restored(folder, state_at(0, jnp.ones((500, 500)))).params)
 
 
+def test_an_error_of_the_caller_waits_for_the_write(tmp_path):
+    """What is being saved is complete when the error arrives, a lost connection of theirs too."""
+    state = state_at(1, jnp.ones(3))
+    with pytest.raises(ConnectionError, match="data server"):
+        with _disk.open_manager(_disk.writable(tmp_path), 9, None) as manager:
+            _disk.save(manager, 1, state, {})
+            raise ConnectionError("data server")
+    assert (tmp_path / "1").exists()
+
+
 def test_unreadable_folders_are_set_aside(tmp_path, capsys):
     """The newest readable checkpoint counts; what cannot be read is kept under another name."""
     saved(tmp_path, *(state_at(n, jnp.full(3, float(n))) for n in (1, 2)))
@@ -176,3 +189,34 @@ def test_a_torn_last_line_is_left_out(tmp_path):
         file.write(_disk.line(records[1]))
     assert _disk.read_history(tmp_path, 9) == records[:2]
     assert _disk.read_history(tmp_path, 1) == records[:1]
+
+
+@contextlib.contextmanager
+def no_file_may_grow():
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_a_folder_that_takes_names_but_no_content_is_refused(tmp_path):
+    """As on a full disk, a file can be made there and not be filled: that is seen by writing."""
+    with no_file_may_grow(), pytest.raises(ValueError, match="can be written, got .*too large"):
+        _disk.writable(tmp_path)
+    assert _disk.writable(tmp_path) == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_for_the_state_is_refused(tmp_path, monkeypatch):
+    """The message has both sizes; a mount that does not know its size is taken."""
+    state = state_at(0, {"w": jnp.ones(100)})  # momentum as large, a step and a key
+    usage = types.SimpleNamespace(total=10_000, free=811)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match=r"\(811 bytes are free, a checkpoint has 812\)"):
+        _disk.writable(tmp_path, state)
+    usage.free = 812
+    _disk.writable(tmp_path, state)
+    usage.total = usage.free = 0
+    _disk.writable(tmp_path, state)

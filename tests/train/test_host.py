@@ -1,6 +1,7 @@
 import signal
 import threading
 
+import jax
 import pytest
 
 from jaxkit.train import _host
@@ -54,6 +55,30 @@ def test_sigterm_goes_before_ctrl_c():
     assert _host.agreed([signal.SIGTERM, signal.SIGINT], False) == signal.SIGTERM
     assert _host.agreed([signal.SIGINT], False) == signal.SIGINT
     assert _host.agreed([], True) == 0
+
+
+def test_the_largest_of_one_process_is_its_own():
+    """Alone, the number comes back as a Python int."""
+    assert _host.largest(True) == 1 and type(_host.largest(True)) is int
+
+
+@pytest.mark.parametrize(
+    ("count", "message", "kind"),
+    [
+        (2, "UNKNOWN: Connection closed by peer\nmore", ConnectionError),
+        (2, "RESOURCE_EXHAUSTED: Out of memory", jax.errors.JaxRuntimeError),
+        (1, "UNKNOWN: Connection closed by peer", jax.errors.JaxRuntimeError),
+    ],
+)
+def test_a_failure_among_several_processes_is_a_lost_one(monkeypatch, count, message, kind):
+    """Among several it says so and gives the first line; lack of memory stays what it is."""
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    with pytest.raises(kind) as error, _host.company():
+        raise jax.errors.JaxRuntimeError(message)
+    assert message.splitlines()[0] in str(error.value)
+    assert (f"Process 0 of {count} has lost another" in str(error.value)) == (
+        kind is ConnectionError
+    )
 
 
 @pytest.mark.parametrize(("terminal", "progress"), [("1", True), ("0", True), ("1", False)])

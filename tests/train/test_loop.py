@@ -1,6 +1,7 @@
 import contextlib
 import pathlib
 import runpy
+import shutil
 import signal
 import tempfile
 import threading
@@ -287,6 +288,14 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatc
             raise OSError("full")
 
         monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+
+
+def test_a_disk_without_room_is_refused_at_once(tmp_path, monkeypatch):
+    """The state is known to be too large for it before the first batch."""
+    usage = types.SimpleNamespace(total=10_000, free=7)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match="7 bytes are free, a checkpoint has 24"):
+        RUN.small(batches=lambda i: pytest.fail("a batch"), checkpoint_dir=tmp_path)
 
 
 def test_metrics_named_step_are_refused():

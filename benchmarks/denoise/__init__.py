@@ -1,0 +1,1 @@
+"""Denoised gradients against momentum and weight averages, private training, and their cost."""
