@@ -120,6 +120,10 @@ def _run(parser, args, names, command):
         parser.error(f"--data must be a folder, got {args.data}")
 
     form = "full" if args.full else "smoke" if args.smoke else "short"
+    left_out = []
+    if form == "short" and not args.topics and not args.tune:
+        left_out = [name for name in modules if getattr(modules[name], "ON_REQUEST", False)]
+        modules = {name: module for name, module in modules.items() if name not in left_out}
     about = {"device": _device(), "versions": _versions(), "commit": _commit(), "command": command}
     rows, curves, failed = [], [], []
     errors = rich.console.Console(stderr=True)
@@ -175,6 +179,8 @@ def _run(parser, args, names, command):
         report.figure(rows, curves, figure)
         _console().print(report.table(rows))
         print(f"Table: {table}\nFigure: {figure}")
+    if left_out:
+        print(f"Run when they or their topics are named: {', '.join(left_out)}")
     if failed:
         errors.print(f"Failed: {', '.join(failed)}")
     return 1 if failed else 0

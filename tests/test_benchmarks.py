@@ -163,6 +163,26 @@ def test_one_failure_does_not_stop_the_others(stubbed, capsys):
     assert "theirs" in printed.out
 
 
+def test_what_runs_on_request_is_left_out_of_the_short_form_of_all_only(
+    stubbed, monkeypatch, capsys
+):
+    """Without names it is named at the end; its name, its topic or another form runs it."""
+    ran = []
+
+    def run(context):
+        ran.append(context.form)
+        yield from ()
+
+    modules = {"stub.long": types.SimpleNamespace(run=run, ON_REQUEST=True)}
+    monkeypatch.setattr(command, "discover", lambda: list(modules))
+    monkeypatch.setattr(command, "_import", modules.get)
+    assert command.main([]) == 0
+    assert not ran and "stub.long" in capsys.readouterr().out.splitlines()[-1]
+    for flags in (["stub.long"], ["stub"], ["--full"], ["--smoke"]):
+        command.main(flags)
+    assert ran == ["short", "short", "full", "smoke"]
+
+
 def test_trace_writes_a_profile(stubbed):
     """The profiler's files are in the folder that --trace names."""
     command.main(["stub.good", "--trace", str(stubbed / "trace")])

@@ -9,6 +9,8 @@ from benchmarks import harness, lm
 from benchmarks.blr import tasks
 from jaxkit import blr, train
 
+ON_REQUEST = True
+
 # Width, layers, context and batch of the decoder.
 SIZES = {"smoke": (16, 1, 8, 2), "short": (128, 2, 64, 8), "full": (256, 4, 128, 32)}
 DRAWS = {"smoke": 1000, "short": 200_000, "full": 20_000_000}

@@ -12,6 +12,8 @@ from benchmarks import harness
 from benchmarks.ot import problems
 from jaxkit import ot
 
+ON_REQUEST = True
+
 PRIOR, REGRESSION, OBJECTIVE = "untrained prior", "fit_regression", "fit_objective"
 COLD, GAUSSIAN, PAPER = "ott, cold", "ott, Gaussian", "regression as in the paper"
 OURS = (PRIOR, REGRESSION, OBJECTIVE)

@@ -7,6 +7,8 @@ import optax
 from benchmarks import lm, tuning
 from jaxkit import spectral
 
+ON_REQUEST = True
+
 SIZES = {
     "smoke": lm.Size("help_words", 16, 48, 1, 2, 8, 4, 10, 5, 8),
     "short": lm.Size("frequent_help_words", 64, 192, 1, 4, 32, 16, 80, 10, 208),

@@ -12,6 +12,8 @@ from benchmarks import harness, lm, text
 from benchmarks.zo import training
 from jaxkit import train, zo
 
+ON_REQUEST = True
+
 
 class Size(NamedTuple):
     """A decoder, and the steps of both trainings; ``probes`` are two-sided."""

@@ -108,6 +108,8 @@ LEGAL = (
 # Of forward passes alone 20 steps see little of 2,410 parameters, and losses that round differently
 # are divided by mu.
 LEFT = dict.fromkeys(("zo", "blr_zo", "denoise_zo"), 0.985)
+# Four probes of the nodes see more, and private gradients are clipped at every example.
+LEFT |= dict.fromkeys(("zo_node", "denoise_zo_node", "private", "private_denoised"), 0.95)
 ROUNDING = dict.fromkeys(("zo", "blr_zo", "denoise_zo", "zo_node", "denoise_zo_node"), 1e-3)
 FEW_ESTIMATORS = ("backprop", "accumulate")
 FEW_OPTIMIZERS = ("sgd", "adamw")
