@@ -12,6 +12,7 @@ import pytest
 import benchmarks
 from benchmarks import data, harness
 from benchmarks.blr import bench_classify, images
+from benchmarks.denoise import bench_private
 
 KINDS = "images-idx3", "labels-idx1"
 MNIST = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in KINDS]
@@ -250,3 +251,32 @@ def test_posterior_benchmark_tunes_on_the_folder(tmp_path, standard_promotion, m
     assert list(found["methods"]) == [f"{task}: {x}" for task in (*known, name) for x in grids]
     rows = list(bench_classify.run(context._replace(settings=found)))
     assert {row.case for row in rows} == {bench_classify.DIGITS, name} and not notes
+
+
+def test_private_benchmark_draws_from_the_training_part(tmp_path, standard_promotion):
+    """A Poisson batch holds rows of the five sixths that train, and an MLP takes them."""
+    write_mnist(tmp_path, numbers=(90, 20))
+    size, where = bench_private.Size(1, 16, (2.0,)), ("MNIST", tmp_path)
+    task = bench_private.task(size, where)
+    batch = task.draw(jax.random.key(0))
+    train, *_ = data.split(data.mnist(tmp_path))
+    known = {row.tobytes() for row in train[0].reshape(len(train[0]), -1)}
+    assert {np.asarray(row).tobytes() for row in batch.examples[0]} <= known
+    assert 0 < batch.mask.sum() < len(batch.mask) <= len(known)
+    loss = task.loss_fn(task.start(jax.random.key(1)), batch.examples, None)
+    assert abs(loss - np.log(10)) < 1
+    assert bench_private.epsilon(size, 2.0, where)[1] == 1e-4  # 75 rows
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax_privacy's
+def test_private_benchmark_runs_on_the_folder(tmp_path, standard_promotion):
+    """It has all its rows for the data set, and says whose settings it takes."""
+    write_mnist(tmp_path, numbers=(90, 20))
+    path = pathlib.Path(benchmarks.__file__).parent / "denoise" / "settings.json"
+    settings, notes = json.loads(path.read_text())["private"], []
+    context = harness.Context("smoke", settings, tmp_path, lambda names: names, notes.append)
+    rows = list(bench_private.run(context))
+    assert {row.case.split(",")[0] for row in rows} == {"digits", "MNIST"}
+    assert all(np.isfinite(row.value) for row in rows)
+    assert len(notes) == 1 and "MNIST" in notes[0]

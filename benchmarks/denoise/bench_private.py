@@ -13,10 +13,12 @@ from dp_accounting.pld import PLDAccountant
 from jax_privacy import clipping, noise_addition
 from scipy import stats
 
-from benchmarks import harness, tuning
+from benchmarks import data, harness, tuning
 from benchmarks.denoise import training
 from jaxkit import denoise, spectral
 from jaxkit.train import Estimate
+
+READS_DATA = True
 
 
 class Size(NamedTuple):
@@ -27,7 +29,7 @@ class Size(NamedTuple):
     multipliers: tuple[float, ...]
 
     def __str__(self):
-        return f"MLP 64-32-10, {self.steps} steps, Poisson batch {self.batch}"
+        return f"{self.steps} steps, Poisson batch {self.batch}"
 
 
 SIZES = {
@@ -37,7 +39,9 @@ SIZES = {
 }
 SEEDS = {"smoke": (1, 2), "short": range(1, 9), "full": range(1, 17)}
 TUNE_SEEDS = (1001, 1002, 1003)  # never reported
-CLIP, DELTA = 1.0, 1e-4
+CLIP = 1.0
+DIGITS = "digits"
+WIDTHS, REAL_WIDTHS = (32, 10), (256, 10)  # of the MLP, for digits and for --data
 TOO_MANY = 1e-9  # probability that a Poisson batch does not fit, a step
 SGD, ADAM, MUON, AWARE = "normalized SGD", "Adam", "Muon", "Muon, noise-aware"
 RAW, ORDER_1, ORDER_2, DISK = "raw", "order 1", "order 2", "DiSK"
@@ -203,31 +207,45 @@ GRIDS = {
 def run(context):
     size, seeds = SIZES[context.form], list(SEEDS[context.form])
     methods = SHORT if context.form != "full" else list(GRIDS)
-    settings = {
-        method: [
-            {**tuning.chosen(context, _label(noise, method)), "noise": noise}
-            for noise in size.multipliers
-            for _ in seeds
-        ]
-        for method in methods
-    }
+    names = [DIGITS, *(_read(context.data) if context.data else ())]
+    labels = iter(context.track([f"{name}: {method}" for name in names for method in methods]))
+    for name in names:
+        tuned = name
+        if _label(name, size.multipliers[0], DPSGD) not in context.settings["methods"]:
+            context.note(f"{name}: with the settings of {DIGITS}; --tune --data makes its own.")
+            tuned = DIGITS
+        settings = {
+            method: [
+                {**tuning.chosen(context, _label(tuned, noise, method)), "noise": noise}
+                for noise in size.multipliers
+                for _ in seeds
+            ]
+            for method in methods
+        }
+        where, all_seeds = (name, context.data), seeds * len(size.multipliers)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes one core
+            waiting = {
+                method: pool.submit(_race, size, where, method, settings[method], all_seeds)
+                for method in methods
+            }
+            found = {
+                method: waiting[method].result() for method, _ in zip(methods, labels, strict=False)
+            }
+        yield from _rows_of(size, where, found, seeds)
 
-    def call(method):
-        return _race(size, method, settings[method], seeds * len(size.multipliers))
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes one core
-        waiting = {method: pool.submit(call, method) for method in methods}
-        found = {method: waiting[method].result() for method in context.track(methods)}
-    shown = [method for method in methods if method in OURS]
+def _rows_of(size, where, found, seeds):
+    shown = [method for method in found if method in OURS]
     for index, noise in enumerate(size.multipliers):
         part = slice(index * len(seeds), (index + 1) * len(seeds))
-        case = f"noise multiplier {noise:g}, epsilon {epsilon(size, noise):.2f} by PLD"
+        spent, delta = epsilon(size, noise, where)
+        case = f"{where[0]}, noise multiplier {noise:g}, epsilon {spent:.2f} by PLD"
         for metric, unit, better in (("loss", "nats", "down"), ("accuracy", "1", "up")):
             yield from harness.versus(
                 shown,
                 {method: result[metric][part] for method, result in found.items()},
                 case=case,
-                size=str(size),
+                size=f"{size}, delta {delta:g}",
                 metric=f"test {metric}",
                 unit=unit,
                 better=better,
@@ -238,62 +256,86 @@ def run(context):
 def tune(context):
     """Searches the settings of every method at every level, by the loss on the validation rows."""
     size = SIZES["full"]
+    names = [DIGITS, *(_read(context.data) if context.data else ())]
     cases = {
-        _label(noise, method): (noise, method) for noise in size.multipliers for method in GRIDS
+        _label(name, noise, method): (name, noise, method)
+        for name in names
+        for noise in size.multipliers
+        for method in GRIDS
     }
     labels = iter(context.track(list(cases)))
 
     def race(label, settings, seeds):
         next(labels)
-        noise, method = cases[label]
-        return _race(size, method, [{**x, "noise": noise} for x in settings], seeds)["validation"]
+        name, noise, method = cases[label]
+        settings = [{**one, "noise": noise} for one in settings]
+        return _race(size, (name, context.data), method, settings, seeds)["validation"]
 
     return tuning.search(
         race,
-        {label: GRIDS[method] for label, (_, method) in cases.items()},
+        {label: GRIDS[method] for label, (*_, method) in cases.items()},
         TUNE_SEEDS,
         criterion="lowest mean validation loss, nats, after the last step",
         size=str(size),
     )
 
 
-def epsilon(size, noise):
-    """Returns epsilon at DELTA by the PLD accountant; adding or removing an example counts."""
-    release = dp_accounting.PoissonSampledDpEvent(_rate(size), dp_accounting.GaussianDpEvent(noise))
+def epsilon(size, noise, where=(DIGITS, None)):
+    """Returns epsilon by the PLD accountant, and delta; adding or removing an example counts."""
+    rate, total = _rate(size, where)
+    delta = min(1e-4, 0.5 / total)
+    release = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
     accountant = PLDAccountant()
     accountant.compose(dp_accounting.SelfComposedDpEvent(release, size.steps))
-    return accountant.get_epsilon(DELTA)
+    return accountant.get_epsilon(delta), delta
 
 
-def _rate(size):
-    return size.batch / len(training.digits_rows()[0][0])
+def _rate(size, where):
+    total = len(_parts(*where)[0][0])
+    return size.batch / total, total
 
 
-def _label(noise, method):
-    return f"noise multiplier {noise:g}: {method}"
+def _label(name, noise, method):
+    return f"{name}, noise multiplier {noise:g}: {method}"
 
 
-def _race(size, method, settings, seeds):
+@functools.cache
+def _read(folder):
+    """Returns ``{name: parts}`` of the data sets in a folder, a row an image, uint8."""
+    return {
+        name: [(x.reshape(len(x), -1), y) for x, y in data.split(images)]
+        for name, images in data.read(folder).items()
+    }
+
+
+def _parts(name, folder):
+    return training.digits_rows() if name == DIGITS else _read(folder)[name]
+
+
+def _race(size, where, method, settings, seeds):
     """Returns ``{metric: [runs]}`` as NumPy arrays; run i has its own settings and seed."""
-    found = _program(size, method)(*training.arrays(seeds, settings))
+    found = _program(size, where, method)(*training.arrays(seeds, settings))
     return jax.tree.map(np.asarray, found)
 
 
 @functools.cache
-def _program(size, method):
+def _program(size, where, method):
     if method == DPSGD:
         made = with_dpsgd(size)
     elif method == JAX_PRIVACY:
         made = with_jax_privacy(size)
     else:
         made = ours(size, *PAIRS.get(method, (AVERAGED.get(method), RAW)))
-    return training.run(_task(size), made, size.steps)
+    return training.run(task(size, where), made, size.steps)
 
 
 @functools.cache
-def _task(size):
-    rate, total = _rate(size), len(training.digits_rows()[0][0])
+def task(size, where=(DIGITS, None)):
+    """Returns the task of a data set, which draws Poisson batches."""
+    rate, total = _rate(size, where)
     # Beyond max_size examples are left out, once in a billion steps.
-    max_size = int(stats.binom.isf(TOO_MANY, total, rate)) + 1
+    max_size = min(int(stats.binom.isf(TOO_MANY, total, rate)) + 1, total)
     draw = functools.partial(denoise.poisson_sample, rate=rate, max_size=max_size)
-    return training.digits((32, 10), draw)
+    if where[0] == DIGITS:
+        return training.images(_parts(*where), WIDTHS, draw)
+    return training.images(_parts(*where), REAL_WIDTHS, draw, largest=255.0)

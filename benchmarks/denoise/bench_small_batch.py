@@ -176,5 +176,5 @@ def _program(task, batch, steps, method):
 @functools.cache
 def _task(task, batch):
     if task == DIGITS:
-        return training.digits((32, 10), training.uniform(batch))
+        return training.images(training.digits_rows(), (32, 10), training.uniform(batch))
     return training.help_text(MODEL, batch)

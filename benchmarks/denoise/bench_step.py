@@ -53,11 +53,11 @@ def _order(form, order):
 def _private(form):
     """Compares steps of SGD with the clipped gradients of as many examples."""
     size = PRIVATE[form]
-    rows, _, _ = training.digits_rows()
+    parts = training.digits_rows()
     batch = denoise.Padded(
-        jax.tree.map(lambda x: x[: size.batch], rows), jnp.ones(size.batch, bool)
+        jax.tree.map(lambda x: x[: size.batch], parts[0]), jnp.ones(size.batch, bool)
     )
-    task = training.digits((32, 10), training.uniform(size.batch))
+    task = training.images(parts, (32, 10), training.uniform(size.batch))
     settings = {name: jnp.float32(x) for name, x in {"noise": 2, "gain": 0.1, "seed": 0}.items()}
     key, calls = jax.random.key(0), {}
     for name, method in {

@@ -55,28 +55,33 @@ def digits_rows():
     return [(x[rows], y[rows]) for rows in np.split(order, ends)]
 
 
-def digits(widths, draw):
-    """Returns the task of the digits; ``draw(key, examples)`` gives a batch of them."""
-    rows, validation, test = digits_rows()
+def images(parts, widths, draw, largest=1.0):
+    """Returns the task of ``parts``, the rows for training, validation and test, by an MLP.
+
+    ``draw(key, examples)`` gives a batch of the first; ``largest`` is that of a pixel.
+    """
+    rows, validation, test = parts
     model = MLP(widths)
+
+    def apply(params, x):
+        return model.apply(params, x.astype(jnp.float32) / largest)
 
     def loss_fn(params, batch, key):
         del key
         x, y = batch
-        logits = model.apply(params, x)
+        logits = apply(params, x)
         return optax.losses.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     def judge(params):
-        right = jnp.argmax(model.apply(params, test[0]), -1) == test[1]
+        right = jnp.argmax(apply(params, test[0]), -1) == test[1]
         return {
             "validation": loss_fn(params, validation, None),
             "loss": loss_fn(params, test, None),
             "accuracy": jnp.mean(right),
         }
 
-    return Task(
-        lambda key: model.init(key, rows[0][:1]), loss_fn, lambda key: draw(key, rows), judge
-    )
+    one = jnp.zeros((1, rows[0].shape[1]))
+    return Task(lambda key: model.init(key, one), loss_fn, lambda key: draw(key, rows), judge)
 
 
 def help_text(size, batch):
