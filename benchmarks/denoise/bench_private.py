@@ -208,7 +208,6 @@ def run(context):
     size, seeds = SIZES[context.form], list(SEEDS[context.form])
     methods = SHORT if context.form != "full" else list(GRIDS)
     names = [DIGITS, *(_read(context.data) if context.data else ())]
-    labels = iter(context.track([f"{name}: {method}" for name in names for method in methods]))
     for name in names:
         tuned = name
         if _label(name, size.multipliers[0], DPSGD) not in context.settings["methods"]:
@@ -228,8 +227,9 @@ def run(context):
                 method: pool.submit(_race, size, where, method, settings[method], all_seeds)
                 for method in methods
             }
+            labels = context.track([f"{name}: {method}" for method in methods])
             found = {
-                method: waiting[method].result() for method, _ in zip(methods, labels, strict=False)
+                method: waiting[method].result() for method, _ in zip(methods, labels, strict=True)
             }
         yield from _rows_of(size, where, found, seeds)
 

@@ -28,7 +28,7 @@ MODEL = lm.Size("help_topics", 32, 96, 1, 2, 32, 4, 600, 10, 336)  # its batch g
 MODELS = {DIGITS: "MLP 64-32-10", TEXT: "help_topics, 1 x 32, context 32"}
 SIZES = {
     "smoke": Size({DIGITS: 4}, (4,)),
-    "short": Size({DIGITS: 400, TEXT: 400}, (4,)),
+    "short": Size({DIGITS: 400}, (4,)),
     "full": Size({DIGITS: 400, TEXT: 400}, (4, 8)),
 }
 SEEDS = {"smoke": (1, 2), "short": range(1, 9), "full": range(1, 17)}
