@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 TIMES = ("s", "ms")  # units of measurements that another busy process disturbs
@@ -19,6 +20,7 @@ class Context(NamedTuple):
     data: pathlib.Path | None  # folder of real data sets
     track: Callable[[Sequence[str]], Iterator[str]]  # iterates over stages, shown as progress
     note: Callable[[str], None]  # prints a line
+    dtype: Any = jnp.float32  # of the computation of models; their parameters are float32
 
 
 class Row(NamedTuple):
@@ -36,7 +38,10 @@ class Row(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A line of the figure: ``values`` is ``[seeds, points]``, drawn as mean and range."""
+    """A line of the figure: ``values`` is ``[seeds, points]``, drawn as mean and range.
+
+    ``scale`` is that of both axes, "linear" or "log".
+    """
 
     case: str
     method: str
@@ -44,6 +49,7 @@ class Curve(NamedTuple):
     y_label: str
     x: np.ndarray
     values: np.ndarray
+    scale: str = "linear"
 
 
 class Measured(NamedTuple):

@@ -145,6 +145,7 @@ def figure(rows, curves, path):
             low, high = curve.values.min(0), curve.values.max(0)
             ax.fill_between(curve.x, low, high, color=line.get_color(), alpha=0.2)
             ax.set(xlabel=curve.x_label, ylabel=curve.y_label, title=case)
+            ax.set(xscale=curve.scale, yscale=curve.scale)
         ax.legend()
     fig.savefig(path, dpi=150)
 

@@ -123,10 +123,11 @@ def _slopes(size, seeds):
         yield harness.Curve(
             "slope of the bandit",
             name,
-            "log10 mu",
-            "log10 variance",
-            np.log10(MUS),
-            np.log10(variance),
+            "mu",
+            "variance",
+            np.array(MUS),
+            variance,
+            "log",
         )
 
 
