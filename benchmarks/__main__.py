@@ -1,10 +1,8 @@
 """The command ``python -m benchmarks``: runs, tunes, lists or compares."""
 
 import argparse
-import ast
 import concurrent.futures
 import contextlib
-import importlib
 import importlib.metadata
 import json
 import os
@@ -17,12 +15,14 @@ import sys
 import rich.console
 import rich.progress
 
-HERE = pathlib.Path(__file__).resolve().parent
-OUT = HERE / "out"
+from benchmarks import catalog
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OUT = ROOT / "benchmarks" / "out"
 IGNORED = {  # what each mode has no use for
-    "compare": ("topics", "full", "smoke", "json", "trace", "data"),
-    "list": ("full", "smoke", "json", "trace", "data"),
-    "tune": ("smoke", "json"),
+    "compare": ("topics", "full", "smoke", "json", "trace", "data", "dtype"),
+    "list": ("full", "smoke", "json", "trace", "data", "dtype"),
+    "tune": ("smoke", "json", "dtype"),
 }
 
 
@@ -32,21 +32,15 @@ def main(argv=None):
     parser = _parser()
     args = parser.parse_args(argv)
     _refuse(parser, args)
-    available = discover()
+    available = catalog.discover()
     if args.compare:
         return _compare(parser, args)
     names = _select(parser, args.topics, available)
     if args.list:
         for name in names:
-            print(f"{name}: {_summary(name)}")
+            print(f"{name}: {catalog.summary(name)}")
         return 0
     return _run(parser, args, names, shlex.join(["python", "-m", "benchmarks", *argv]))
-
-
-def discover():
-    """Returns the names of all benchmarks, ``topic.method``, sorted."""
-    files = sorted(HERE.glob("*/bench_*.py"))
-    return [f"{path.parent.name}.{path.stem.removeprefix('bench_')}" for path in files]
 
 
 def _parser():
@@ -72,6 +66,9 @@ def _parser():
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write JSON lines")
     parser.add_argument("--trace", metavar="DIR", type=pathlib.Path, help="write a profiler trace")
     parser.add_argument("--data", metavar="DIR", type=pathlib.Path, help="folder of real data sets")
+    parser.add_argument(
+        "--dtype", choices=["bf16"], help="what models compute in; their parameters stay float32"
+    )
     return parser
 
 
@@ -106,10 +103,11 @@ def _compare(parser, args):
 
 def _run(parser, args, names, command):
     import jax
+    import jax.numpy as jnp
 
-    from benchmarks import harness, report
+    from benchmarks import harness, report, tuning
 
-    modules = {name: _import(name) for name in names}
+    modules = {name: catalog.load(name) for name in names}
     if args.tune:
         modules = {name: module for name, module in modules.items() if hasattr(module, "tune")}
         if not modules:
@@ -118,6 +116,11 @@ def _run(parser, args, names, command):
         parser.error("--data: no selected benchmark reads data sets")
     if args.data and not args.data.is_dir():
         parser.error(f"--data must be a folder, got {args.data}")
+
+    if args.dtype:
+        modules = {x: module for x, module in modules.items() if hasattr(module, "steps")}
+        if not modules:
+            parser.error(f"--dtype {args.dtype}: no selected benchmark trains a model")
 
     form = "full" if args.full else "smoke" if args.smoke else "short"
     left_out = []
@@ -138,10 +141,11 @@ def _run(parser, args, names, command):
             tasks[name] = progress.add_task(name, total=0)
             contexts[name] = harness.Context(
                 form=form,
-                settings=_settings(topic).get(method, {}),
+                settings=catalog.settings(topic).get(method, {}),
                 data=args.data,
                 track=_tracker(progress, tasks[name], name),
                 note=progress.console.print,
+                dtype=jnp.bfloat16 if args.dtype else jnp.float32,
             )
         # Toy sizes measure nothing: two run at once, since compiling takes one core.
         ahead = {}
@@ -154,7 +158,9 @@ def _run(parser, args, names, command):
             try:
                 if args.tune:
                     found = module.tune(contexts[name])
-                    _write_settings(topic, method, found, progress.console)
+                    catalog.write_settings(topic, method, found)
+                    for fault in tuning.faults(found):
+                        progress.console.print(f"{name}: {fault}")
                     continue
                 items = ahead[name].result() if ahead else module.run(contexts[name])
                 for item in items:
@@ -162,6 +168,7 @@ def _run(parser, args, names, command):
                         curves.append(item)
                         continue
                     row = {"topic": topic, **item._asdict(), **about}
+                    row["size"] += f", {args.dtype}" if args.dtype else ""
                     rows.append(row)
                     if lines:
                         print(json.dumps(row), file=lines, flush=True)
@@ -184,32 +191,6 @@ def _run(parser, args, names, command):
     if failed:
         errors.print(f"Failed: {', '.join(failed)}")
     return 1 if failed else 0
-
-
-def _import(name):
-    topic, method = name.split(".")
-    return importlib.import_module(f"benchmarks.{topic}.bench_{method}")
-
-
-def _summary(name):
-    """Returns the first line of a benchmark's docstring without importing it."""
-    topic, method = name.split(".")
-    source = (HERE / topic / f"bench_{method}.py").read_text()
-    return ast.get_docstring(ast.parse(source)).splitlines()[0]
-
-
-def _settings(topic):
-    path = HERE / topic / "settings.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _write_settings(topic, method, entry, console):
-    from benchmarks import tuning
-
-    settings = {**_settings(topic), method: entry}
-    (HERE / topic / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
-    for fault in tuning.faults(entry):
-        console.print(f"{topic}.{method}: {fault}")
 
 
 def _console():
@@ -259,11 +240,11 @@ def _versions():
 
 def _commit():
     """Returns the commit of the checkout, with ``-dirty`` if files differ from it."""
-    if not (HERE.parent / ".git").exists():
+    if not (ROOT / ".git").exists():
         return "unknown"
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     except OSError:
         return "unknown"
     return done.stdout.strip() if done.returncode == 0 else "unknown"

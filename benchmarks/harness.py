@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TIMES = ("s", "ms")  # units of measurements that another busy process disturbs
+SPEED, SHARE = "tokens per second", "of the limit"
+BY_CLOCK = ("s", "ms", SPEED, SHARE)  # units of what another busy process disturbs
 
 
 class Context(NamedTuple):
@@ -67,6 +68,12 @@ def versus(ours, values, *, case, size, metric, unit, better, seeds=(None,)):
         for method in (*ours, rival) if rival not in ours else ():
             for seed, value in zip(seeds, values[method], strict=True):
                 yield Row(case, method, rival, size, metric, unit, better, seed, float(value))
+
+
+def alone(method, values, *, case, size, metric, unit, better):
+    """Yields the rows of a method that is compared with none: of one value, or of rounds."""
+    for seed, value in zip(range(len(values)) if len(values) > 1 else [None], values, strict=True):
+        yield Row(case, method, method, size, metric, unit, better, seed, float(value))
 
 
 def loss_curve(case, method, losses, unit):

@@ -14,6 +14,7 @@ from benchmarks import harness
 FIELDS = ("topic", *harness.Row._fields, "device", "versions", "commit", "command")
 SAME = ("topic", "case", "method", "size", "metric", "unit", "better")  # what two runs share
 RATIO = "ratio of times"
+PANELS = 4  # of the figure in a row
 RATIO_DRIFT = 0.25  # from run to run a machine varies more than from round to round of one run
 
 
@@ -53,6 +54,7 @@ def comparisons(rows):
                     "size": size,
                     "metric": metric,
                     "unit": unit,
+                    "better": better,
                     "method": method,
                     "rival": rival,
                     "pairs": pairs,
@@ -70,6 +72,7 @@ CAPTION = (
     "over rounds. Ratio: median of ours / rival's within a seed or round. Seeds: in how "
     "many of them ours is better. Spread: quartiles of the ratio."
 )
+ALONE = "Measured without a rival: of several rounds the lowest, the median and the highest."
 
 
 def sections(rows):
@@ -94,10 +97,43 @@ def sections(rows):
     return out
 
 
+def alone(rows):
+    """Returns the tables of what has no rival: ``{title: (columns, [cells of a line])}``."""
+    compared = {_of(row) for row in rows if row["method"] != row["rival"]}
+    found = {}
+    for row in rows:
+        if _of(row) not in compared:
+            metric = f"{row['metric']}, {row['unit']}"
+            methods = found.setdefault(f"{row['topic']}: {row['case']} ({row['size']})", {})
+            methods.setdefault(row["method"], {}).setdefault(metric, []).append(row["value"])
+    out = {}
+    for title, methods in found.items():
+        metrics = list(dict.fromkeys(metric for cells in methods.values() for metric in cells))
+        lines = [
+            (method, *(_range(cells.get(metric, [])) for metric in metrics))
+            for method, cells in methods.items()
+        ]
+        out[title] = ("method", *metrics), lines
+    return out
+
+
+def _of(row):
+    return tuple(row[field] for field in ("topic", "case", "size", "metric", "rival"))
+
+
+def _range(values):
+    """Returns the lowest value, the median and the highest as text, or the only one."""
+    if len(values) > 1:
+        return " / ".join(f"{f(values):.3g}" for f in (min, statistics.median, max))
+    return "".join(f"{value:.4g}" for value in values)
+
+
 def table(rows):
-    """Returns the table for a terminal."""
-    tables = [_table(title, COLUMNS, lines) for title, lines in sections(rows).items()]
-    return rich.console.Group(*tables, CAPTION)
+    """Returns the tables for a terminal."""
+    compared = [_table(title, COLUMNS, lines) for title, lines in sections(rows).items()]
+    others = [_table(title, *parts) for title, parts in alone(rows).items()]
+    captions = [text for text, tables in ((CAPTION, compared), (ALONE, others)) if tables]
+    return rich.console.Group(*compared, *others, *captions)
 
 
 def markdown(rows):
@@ -106,13 +142,14 @@ def markdown(rows):
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     lines = [
         f"`{first['command']}` on {first['device']}, commit {first['commit']}, {versions}.",
-        "",
-        CAPTION,
     ]
-    for title, body in sections(rows).items():
-        lines += ["", f"**{title}**", ""]
-        for line in (COLUMNS, ["---"] * len(COLUMNS), *body):
-            lines.append("| " + " | ".join(line) + " |")
+    compared = {title: (COLUMNS, body) for title, body in sections(rows).items()}
+    for caption, tables in ((CAPTION, compared), (ALONE, alone(rows))):
+        lines += ["", caption] if tables else []
+        for title, (columns, body) in tables.items():
+            lines += ["", f"**{title}**", ""]
+            for line in (columns, ["---"] * len(columns), *body):
+                lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -120,11 +157,12 @@ def figure(rows, curves, path):
     """Writes the ratios of all comparisons, and a panel of curves for each case that has some."""
     found = [c for c in comparisons(rows) if c["ratio"] > 0 and np.isfinite(c["ratio"])]
     cases = list(dict.fromkeys(curve.case for curve in curves))
-    height = max(4.0, 0.32 * len(found) + 1.5)
-    fig = Figure(figsize=(8.5 + 5.5 * len(cases), height), layout="constrained")
-    axes = fig.subplots(1, 1 + len(cases), squeeze=False)[0]
+    columns, lines = min(len(cases), PANELS), max(1, -(-len(cases) // PANELS))
+    height = max(4.0 * lines, 0.32 * len(found) + 1.5)
+    fig = Figure(figsize=(8.5 + 5.5 * columns, height), layout="constrained")
+    grid = fig.add_gridspec(lines, 1 + columns, width_ratios=[8.5, *[5.5] * columns])
 
-    ax = axes[0]
+    ax = fig.add_subplot(grid[:, 0])
     for y, c in enumerate(found):
         low, high = c["quartiles"]
         color = "tab:blue" if 2 * c["wins"] > len(c["pairs"]) else "tab:orange"
@@ -139,7 +177,8 @@ def figure(rows, curves, path):
     ax.set_xscale("log")
     ax.set_xlabel("ours / rival's (blue: ours is better in most seeds, orange: it is not)")
 
-    for ax, case in zip(axes[1:], cases, strict=True):
+    for index, case in enumerate(cases):
+        ax = fig.add_subplot(grid[index // PANELS, 1 + index % PANELS])
         for curve in (curve for curve in curves if curve.case == case):
             (line,) = ax.plot(curve.x, curve.values.mean(0), label=curve.method)
             low, high = curve.values.min(0), curve.values.max(0)
@@ -206,18 +245,18 @@ def _by_key(rows):
     """Returns ``{key: {seed: value}}``; ours is the same in the comparison with each rival."""
     out = {}
     for row in rows:
-        if row["unit"] not in harness.TIMES:
+        if row["unit"] not in harness.BY_CLOCK:
             out.setdefault(tuple(row[field] for field in SAME), {})[row["seed"]] = row["value"]
-    for c in comparisons(row for row in rows if row["unit"] in harness.TIMES):
+    for c in comparisons(row for row in rows if row["unit"] in harness.BY_CLOCK):
         methods = f"{c['method']} / {c['rival']}"
-        key = (c["topic"], c["case"], methods, c["size"], c["metric"], RATIO, "down")
+        key = (c["topic"], c["case"], methods, c["size"], c["metric"], RATIO, c["better"])
         out[key] = dict(enumerate(c["pairs"][:, 0] / c["pairs"][:, 1]))
     return out
 
 
 def _center(values, unit):
     """Returns mean and standard error, or for times the median, as text."""
-    if unit in harness.TIMES or len(values) == 1:
+    if unit in harness.BY_CLOCK or len(values) == 1:
         return f"{statistics.median(values):.4g}"
     error = np.std(values, ddof=1) / np.sqrt(len(values))
     return f"{np.mean(values):.4g} ± {error:.2g}"

@@ -34,3 +34,15 @@ def few_mappings():
     """Frees the programs of earlier files before a process holds too many."""
     if _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > _MANY_MAPPINGS:
         jax.clear_caches()
+
+
+@pytest.fixture
+def standard_promotion():
+    """Models and optimizers of others need JAX's own promotion; in all threads, so no context."""
+    given = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+    before = {name: getattr(jax.config, name) for name in given}
+    for name in given:
+        jax.config.update(name, given[name])
+    yield
+    for name in given:
+        jax.config.update(name, before[name])

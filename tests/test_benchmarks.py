@@ -5,13 +5,14 @@ import math
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import harness, report
+from benchmarks import catalog, harness, report
 
-NAMES = command.discover()
+NAMES = catalog.discover()
 
 
 def row(value, *, method="ours", rival="theirs", metric="loss", unit="nats", seed=0, **more):
@@ -55,8 +56,8 @@ def test_new_file_is_found_without_a_list(tmp_path, monkeypatch):
     (tmp_path / "topic").mkdir()
     (tmp_path / "topic" / "bench_some_method.py").write_text("")
     (tmp_path / "topic" / "helper.py").write_text("")
-    monkeypatch.setattr(command, "HERE", tmp_path)
-    assert command.discover() == ["topic.some_method"]
+    monkeypatch.setattr(catalog, "HERE", tmp_path)
+    assert catalog.discover() == ["topic.some_method"]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,8 @@ def test_new_file_is_found_without_a_list(tmp_path, monkeypatch):
         ["--compare", "a", "b", "--smoke"],
         ["--compare", "no_such_file", "no_such_file"],
         ["spectral.update", "--tune"],
+        ["spectral.update", "--dtype", "bf16"],
+        ["spectral", "--tune", "--dtype", "bf16"],
     ],
 )
 def test_flag_that_would_be_ignored_exits_2(flags, capsys):
@@ -83,7 +86,7 @@ def test_flag_that_would_be_ignored_exits_2(flags, capsys):
 
 def test_commit_is_unknown_without_a_checkout(tmp_path, monkeypatch):
     """A source tree without git runs too, and does not take the commit of a tree around it."""
-    monkeypatch.setattr(command, "HERE", tmp_path / "benchmarks")
+    monkeypatch.setattr(command, "ROOT", tmp_path)
     assert command._commit() == "unknown"
 
 
@@ -117,8 +120,8 @@ def stubbed(monkeypatch, tmp_path):
         "stub.bad": types.SimpleNamespace(run=bad),
         "stub.good": types.SimpleNamespace(run=good, READS_DATA=True),
     }
-    monkeypatch.setattr(command, "discover", lambda: list(modules))
-    monkeypatch.setattr(command, "_import", modules.get)
+    monkeypatch.setattr(catalog, "discover", lambda: list(modules))
+    monkeypatch.setattr(catalog, "load", modules.get)
     monkeypatch.setattr(command, "OUT", tmp_path / "out")
     return tmp_path
 
@@ -174,13 +177,34 @@ def test_what_runs_on_request_is_left_out_of_the_short_form_of_all_only(
         yield from ()
 
     modules = {"stub.long": types.SimpleNamespace(run=run, ON_REQUEST=True)}
-    monkeypatch.setattr(command, "discover", lambda: list(modules))
-    monkeypatch.setattr(command, "_import", modules.get)
+    monkeypatch.setattr(catalog, "discover", lambda: list(modules))
+    monkeypatch.setattr(catalog, "load", modules.get)
     assert command.main([]) == 0
     assert not ran and "stub.long" in capsys.readouterr().out.splitlines()[-1]
     for flags in (["stub.long"], ["stub"], ["--full"], ["--smoke"]):
         command.main(flags)
     assert ran == ["short", "short", "full", "smoke"]
+
+
+def test_dtype_reaches_those_that_train_and_marks_their_rows(stubbed, monkeypatch):
+    """The context has it, the size in each row says it, and what trains nothing does not run."""
+    seen = []
+
+    def run(context):
+        seen.append(context.dtype)
+        about = {"case": "c", "size": "s", "metric": "m", "unit": "1", "better": "up"}
+        yield from harness.alone("ours", [1.0], **about)
+
+    trains = types.SimpleNamespace(run=run, steps=None)
+    modules = {"stub.other": types.SimpleNamespace(run=run), "stub.trains": trains}
+    monkeypatch.setattr(catalog, "discover", lambda: list(modules))
+    monkeypatch.setattr(catalog, "load", modules.get)
+    path = stubbed / "lines.jsonl"
+    assert command.main(["--dtype", "bf16", "--json", str(path)]) == 0
+    assert [row["size"] for row in report.read(path)] == ["s, bf16"]
+    assert command.main(["--json", str(path)]) == 0
+    assert [row["size"] for row in report.read(path)] == ["s", "s"]
+    assert seen == [jnp.bfloat16, jnp.float32, jnp.float32]
 
 
 def test_trace_writes_a_profile(stubbed):
@@ -252,6 +276,16 @@ def test_of_times_only_the_ratio_counts_and_beyond_25_percent():
         assert found == real
         assert (key[2], before, after) == ("ours / theirs", 1.0, ours[0] / theirs[0])
     assert is_real([10.0, 10.0], [12.0, 12.0], unit="MB")
+
+
+def test_of_speeds_too_only_the_ratio_counts_and_higher_is_better():
+    """Tokens per second are by the clock as well: half the ratio to the rival is worse."""
+    unit = {"unit": harness.SPEED, "better": "up"}
+    old, new = (
+        rows([ours] * 2, **unit) + rows([10.0] * 2, method="theirs", **unit) for ours in (10.0, 5.0)
+    )
+    ((key, before, after, _, found),) = report.changes(old, new)
+    assert (before, after, found, key[-1]) == (1.0, 0.5, True, "up")
 
 
 def test_single_values_and_nan():

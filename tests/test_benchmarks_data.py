@@ -205,18 +205,6 @@ def test_posterior_benchmark_learns_eight_classes(tmp_path):
     assert shape == (16, 8)
 
 
-@pytest.fixture
-def standard_promotion():
-    """Benchmarks run with JAX's own promotion, in all their threads."""
-    given = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
-    before = {name: getattr(jax.config, name) for name in given}
-    for name, value in given.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.mark.slow
 def test_posterior_benchmark_runs_on_the_folder(tmp_path, standard_promotion):
     """It has all its rows for the data set, and says whose settings it takes."""

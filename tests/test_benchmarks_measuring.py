@@ -1,6 +1,5 @@
 """How the benchmarks measure, tune and read their data."""
 
-import importlib
 import json
 import math
 
@@ -11,11 +10,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from benchmarks import __main__ as command
-from benchmarks import collectives, harness, lm, text, tuning
+from benchmarks import catalog, collectives, harness, lm, text, tuning
 from benchmarks.spectral import bench_rules, bench_stack, methods
 
-NAMES = command.discover()
+NAMES = catalog.discover()
 
 
 # Measuring.
@@ -119,7 +117,7 @@ def test_on_devices_hands_on_the_error():
 @pytest.mark.parametrize("topic", sorted({name.split(".")[0] for name in NAMES}))
 def test_tuned_settings_are_fair(topic):
     """All methods had grids of equal size, and no best value is at the end of a grid."""
-    for settings in command._settings(topic).values():
+    for settings in catalog.settings(topic).values():
         assert list(tuning.faults(settings)) == []
         assert {"date", "criterion", "seeds", "size", "methods"} == set(settings)
 
@@ -128,10 +126,10 @@ def test_every_benchmark_that_tunes_has_settings():
     """The settings of each benchmark are committed, from seeds that it never reports."""
     for name in NAMES:
         topic, method = name.split(".")
-        module = importlib.import_module(f"benchmarks.{topic}.bench_{method}")
+        module = catalog.load(name)
         if hasattr(module, "tune"):
             reported = set().union(*module.SEEDS.values())
-            assert reported.isdisjoint(command._settings(topic)[method]["seeds"])
+            assert reported.isdisjoint(catalog.settings(topic)[method]["seeds"])
 
 
 def test_ties_go_to_the_inside_of_the_grid():
@@ -204,18 +202,6 @@ def test_words_are_numbered_by_frequency_and_rare_ones_are_token_0():
 
 SIZE = lm.Size("help_topics", 16, 32, 1, 2, 8, 4, 20, 5, 8)
 RATES = {"learning_rate": 0.01, "other_learning_rate": 0.02}
-
-
-@pytest.fixture
-def standard_promotion():
-    """Models and optimizers of others need it; for all threads, so not as a context."""
-    names = ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, ("standard", "allow"), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
 
 
 def test_windows_depend_on_the_seed_alone():

@@ -67,7 +67,7 @@ def test_fresh_rollouts_give_the_policy_gradient():
     size = bench_bandit.SIZES["smoke"]._replace(contexts=1, arms=2, rollouts=4)
     problem = {"means": jnp.array([[1.0, 0.0]]), "logits": jnp.zeros((1, 2))}
     keys = jax.random.split(jax.random.key(0), 4000)
-    slope = jax.grad(functools.partial(bench_bandit._grpo, size))
+    slope = jax.grad(functools.partial(bench_bandit._grpo, size, jnp.float32))
     grads = jax.vmap(lambda key: slope(problem["logits"], problem, key))(keys)[:, 0, 0]
     chance = np.array([1, 4, 6, 4, 1]) / 16
     want = -np.sum(chance * np.sqrt(np.arange(5) * np.arange(4, -1, -1))) / 4

@@ -15,6 +15,7 @@ STRENGTHS = (1.0, 16.0, 64.0)  # ess in units of the number of examples
 SEEDS = {"smoke": (1, 2), "short": range(1, 13), "full": range(1, 25)}
 DRAWS = {"smoke": 10, "short": 4000, "full": 4000}
 OURS, RIVAL = f"alpha {ALPHA:g}", "alpha 1 (IVON)"
+SETTINGS = {"learning_rate": 0.3, "weight_decay": 1e-3}
 
 
 def run(context):
@@ -22,7 +23,8 @@ def run(context):
     task = tasks.TASKS[bench_classify.BREAST]
     data = tasks.stacked(task.make, seeds)
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    one = functools.partial(_certified, task.model, size, DRAWS[context.form])
+    model = task.model.clone(dtype=context.dtype)
+    one = functools.partial(_certified, model, size, DRAWS[context.form])
     one = jax.jit(jax.vmap(one, (0, 0, None, None)))
     for strength in context.track(STRENGTHS):
         found = {
@@ -46,15 +48,23 @@ def run(context):
         )
 
 
+def steps(context):
+    size = bench_classify.SIZES[context.form]
+    for name, alpha in ((OURS, ALPHA), (RIVAL, 1.0)):
+        settings = SETTINGS | {"ess": STRENGTHS[0], "alpha": alpha}
+        yield bench_classify.step_of(
+            name, "tsallis", bench_classify.BREAST, size, settings, context.dtype
+        )
+
+
 def _certified(model, size, draws, key, data, strength, alpha):
     """Trains, and certifies the rows whose class no parameters in the box change."""
-    settings = {"learning_rate": 0.3, "weight_decay": 1e-3, "ess": strength, "alpha": alpha}
+    settings = SETTINGS | {"ess": strength, "alpha": alpha}
     start, training, sampling = jax.random.split(key, 3)
     x, y = data.test
     params = model.init(start, x[:1])
-    params, state = bench_classify.fit_gblr(
-        "tsallis", model, size, settings, data.train, params, training
-    )
+    trained = bench_classify.trained("tsallis", model, size, settings, data.train, params, training)
+    params, state = trained.params, trained.opt_state
     low, high = blr.support_box(params, state)
 
     def margin(row):

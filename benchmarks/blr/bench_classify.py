@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from blackjax.vi import meanfield_vi
 
-from benchmarks import harness, tuning
+from benchmarks import costs, harness, tuning
 from benchmarks.blr import images, tasks
-from jaxkit import blr
+from jaxkit import blr, train
 
 READS_DATA = True
 
@@ -77,6 +77,7 @@ def run(context):
     for name in context.track([*names, *real]):
         left_out = () if context.form == "full" else LONG
         task, tuned = (tasks.TASKS | real)[name], name
+        task = task._replace(model=task.model.clone(dtype=context.dtype))
         if name in real and f"{name}: {ADAMW}" not in context.settings["methods"]:
             context.note(f"{name}: with the settings of {DIGITS}; --tune --data makes its own.")
             tuned = DIGITS
@@ -98,6 +99,22 @@ def run(context):
                 yield from harness.versus(
                     ours, values, **about, metric=metric, unit=unit, better=better
                 )
+
+
+def steps(context):
+    """Yields the steps on digits of a posterior and of AdamW."""
+    for name, kind, more in (("alpha 2", "tsallis", {"alpha": 2.0}), (ADAMW, ADAMW, {})):
+        settings = tuning.chosen(context, f"{DIGITS}: {name}") | more
+        yield step_of(name, kind, DIGITS, SIZES[context.form], settings, context.dtype)
+
+
+def step_of(name, kind, task, size, settings, dtype):
+    """Returns one step on the task of a name."""
+    data, model = tasks.TASKS[task].make(0).train, tasks.TASKS[task].model.clone(dtype=dtype)
+    batch = _batch(size, jax.random.key(0), jax.tree.map(jnp.asarray, data))
+    params = model.init(jax.random.key(0), batch[0][:1])
+    estimator, tx = _parts(kind, model, size, settings, len(data[0]))
+    return costs.training_step(name, estimator, tx, params, batch, size.batch)
 
 
 def tune(context):
@@ -190,50 +207,55 @@ def _batch(size, key, data):
 
 
 def _adamw(model, size, settings, data, params, key):
-    rate = _falling(settings["learning_rate"], size.steps)
-    tx = optax.adamw(rate, b2=settings["b2"], weight_decay=settings["weight_decay"])
-
-    def step(carry, key):
-        params, state = carry
-        grads = jax.grad(functools.partial(tasks.loss_fn, model))(params, _batch(size, key, data))
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    keys = jax.random.split(key, size.steps)
-    params = jax.lax.scan(step, (params, tx.init(params)), keys)[0][0]
-    return lambda key, x: jax.nn.log_softmax(model.apply(params, x))
+    state = trained(ADAMW, model, size, settings, data, params, key)
+    return lambda key, x: jax.nn.log_softmax(model.apply(state.params, x))
 
 
 def _gblr(geometry, model, size, settings, data, params, key):
-    params, state = fit_gblr(geometry, model, size, settings, data, params, key)
+    state = trained(geometry, model, size, settings, data, params, key)
 
     def predict(key, x):
-        return blr.predictive_log_probs(model.apply, key, params, state, x, size.samples)
+        return blr.predictive_log_probs(
+            model.apply, key, state.params, state.opt_state, x, size.samples
+        )
 
     return predict
 
 
-def fit_gblr(geometry, model, size, settings, data, params, key):
-    """Returns ``(params, state)`` after training with one sample a step."""
+def trained(kind, model, size, settings, data, params, key):
+    """Returns the training state after all steps."""
+    estimator, tx = _parts(kind, model, size, settings, len(data[0]))
+    step = train.make_step(estimator, tx)
+    own, drawing = jax.random.split(key)
+
+    def one(state, key):
+        return step(state, _batch(size, key, data))[0], None
+
+    keys = jax.random.split(drawing, size.steps)
+    return jax.lax.scan(one, train.create(params, tx, own), keys)[0]
+
+
+def _parts(kind, model, size, settings, total):
+    """Returns estimator and optimizer of AdamW, or of a posterior by its geometry, one sample."""
+    estimator = train.backprop(functools.partial(_loss_fn, model))
+    rate = _falling(settings["learning_rate"], size.steps)
+    decay = settings["weight_decay"]
+    if kind == ADAMW:
+        return estimator, optax.adamw(rate, b2=settings["b2"], weight_decay=decay)
     tx = blr.gblr(
-        _falling(settings["learning_rate"], size.steps),
-        ess=settings["ess"] * len(data[0]),
-        weight_decay=settings["weight_decay"],
+        rate,
+        ess=settings["ess"] * total,
+        weight_decay=decay,
         alpha=settings["alpha"],
-        geometry=geometry,
+        geometry=kind,
         b2=0.99,
     )
-    ask = blr.gblr_value_and_grad(functools.partial(tasks.loss_fn, model))
+    return blr.gradient_estimator(estimator), tx
 
-    def step(carry, key):
-        params, state = carry
-        draw, ask_key = jax.random.split(key)
-        _, grads, hess = ask(ask_key, params, state, _batch(size, draw, data))
-        updates, state = tx.update(grads, state, params, hess=hess)
-        return (optax.apply_updates(params, updates), state), None
 
-    keys = jax.random.split(key, size.steps)
-    return jax.lax.scan(step, (params, tx.init(params)), keys)[0]
+def _loss_fn(model, params, batch, key):
+    del key
+    return tasks.loss_fn(model, params, batch)
 
 
 def _vi(model, size, settings, data, params, key):

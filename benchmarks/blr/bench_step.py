@@ -5,7 +5,7 @@ import functools
 import jax
 import optax
 
-from benchmarks import harness, lm
+from benchmarks import costs, harness, lm
 from benchmarks.blr import tasks
 from jaxkit import blr, train
 
@@ -23,42 +23,48 @@ ADAMW, FLOOR = "optax.adamw", "optax.adamw and two uniforms a parameter"
 def run(context):
     parts = {"the text model": _text_model, "the classifier": _classifier, "the noise": _noise}
     for name in context.track([x for x in parts if context.form != "smoke" or x in SMOKE]):
-        yield from parts[name](context.form)
+        yield from parts[name](context)
 
 
-def _text_model(form):
-    width, layers, context, batch = SIZES[form]
-    size = f"{layers} x {width}, {batch} x {context}"
-    yield from _steps(*lm.one_batch(*SIZES[form]), form, size)
+def steps(context):
+    """Yields the steps of the text model."""
+    _, _, length, batch = SIZES[context.form]
+    yield from _steps(*lm.one_batch(*SIZES[context.form], context.dtype), length * batch)
 
 
-def _classifier(form):
+def _text_model(context):
+    width, layers, length, batch = SIZES[context.form]
+    size = f"{layers} x {width}, {batch} x {length}"
+    yield from _compared(list(steps(context)), context.form, size)
+
+
+def _classifier(context):
     task = tasks.TASKS[list(tasks.TASKS)[1]]
-    x, y = task.make(0).train
-    params = task.model.init(jax.random.key(0), x[:1])
+    model, (x, y) = task.model.clone(dtype=context.dtype), task.make(0).train
+    params = model.init(jax.random.key(0), x[:1])
 
     def loss_fn(params, batch, key):
         del key
-        return tasks.loss_fn(task.model, params, batch)
+        return tasks.loss_fn(model, params, batch)
 
-    yield from _steps(loss_fn, params, (x[:64], y[:64]), form, "MLP 64-64-8, batch 64")
+    found = _steps(loss_fn, params, (x[:64], y[:64]), 64)
+    yield from _compared(list(found), context.form, "MLP 64-64-8, batch 64")
 
 
-def _steps(loss_fn, params, batch, form, size):
-    """Compares steps of the loop: each is a jitted (state, batch) -> (state, metrics)."""
-    backprop = train.backprop(loss_fn)
-    adamw, gblr = optax.adamw(1e-3), blr.gblr(0.1, ess=1e4, alpha=2)
-    steps = {
-        OURS: (train.make_step(blr.gradient_estimator(backprop), gblr), gblr),
-        ADAMW: (train.make_step(backprop, adamw), adamw),
-    }
-    key = jax.random.key(0)
-    calls = {
-        name: (step, train.create(params, tx, key), batch) for name, (step, tx) in steps.items()
-    }
-    step, state, _ = calls[ADAMW]
+def _steps(loss_fn, params, batch, tokens):
+    estimator = train.backprop(loss_fn)
+    for name, inner, tx in (
+        (OURS, blr.gradient_estimator(estimator), blr.gblr(0.1, ess=1e4, alpha=2)),
+        (ADAMW, estimator, optax.adamw(1e-3)),
+    ):
+        yield costs.training_step(name, inner, tx, params, batch, tokens)
+
+
+def _compared(steps, form, size):
+    calls = {step.method: (step.fun, *step.args) for step in steps}
+    step, state, batch = calls[ADAMW]
     calls[FLOOR] = (functools.partial(_with_uniforms, step), state, batch)
-    rounds = ROUNDS[form]
+    rounds, params = ROUNDS[form], state.params
     measured = harness.measure(calls, rounds=rounds, compiles=1)
     numbers = sum(x.size for x in jax.tree.leaves(params))
     about = {"case": "one step", "size": f"{size}, {numbers / 1e6:.2g} M parameters"}
@@ -82,7 +88,8 @@ def _with_uniforms(step, state, batch):
     return step(state, batch), treedef.unflatten(drawn)
 
 
-def _noise(form):
+def _noise(context):
+    form = context.form
     size, rounds, key = (DRAWS[form],), ROUNDS[form], jax.random.key(0)
     draws = {
         "alpha 2": lambda key: blr.q_gaussian_noise(key, size, 2.0),

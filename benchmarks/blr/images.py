@@ -1,5 +1,7 @@
 """The posterior benchmark on the real images of a folder: eight classes are learned, two unseen."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,14 @@ class ConvNet(nn.Module):
     """Convolutions of ``widths`` that halve the sides, with rectifiers, and a dense layer."""
 
     widths: tuple[int, ...] = WIDTHS
+    dtype: Any = None  # of the computation, as of an MLP
 
     @nn.compact
     def __call__(self, x):
         x = x.astype(jnp.float32) / 255 - 0.5
         for width in self.widths:
-            x = nn.relu(nn.Conv(width, (3, 3), strides=2)(x))
-        return nn.Dense(SEEN)(x.reshape(len(x), -1))
+            x = nn.relu(nn.Conv(width, (3, 3), strides=2, dtype=self.dtype)(x))
+        return nn.Dense(SEEN, dtype=self.dtype)(x.reshape(len(x), -1)).astype(jnp.float32)
 
 
 def found(folder):

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 from sklearn.datasets import load_breast_cancer, load_digits
 
+from benchmarks.mlp import MLP
+
 LABEL_NOISE = 0.4
 SHARES = (0.6, 0.2)  # of the rows for training and validation, the rest is the test
 BINS = 15  # of the calibration error
@@ -29,18 +31,6 @@ class Task(NamedTuple):
 
     make: Callable  # seed -> Data
     model: nn.Module
-
-
-class MLP(nn.Module):
-    """Layers of ``widths``, with rectifiers between them."""
-
-    widths: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, x):
-        for width in self.widths[:-1]:
-            x = nn.relu(nn.Dense(width)(x))
-        return nn.Dense(self.widths[-1])(x)
 
 
 def breast_cancer(seed):

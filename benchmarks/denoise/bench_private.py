@@ -224,7 +224,9 @@ def run(context):
         where, all_seeds = (name, context.data), seeds * len(size.multipliers)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes one core
             waiting = {
-                method: pool.submit(_race, size, where, method, settings[method], all_seeds)
+                method: pool.submit(
+                    _race, size, where, method, settings[method], all_seeds, context.dtype
+                )
                 for method in methods
             }
             labels = context.track([f"{name}: {method}" for method in methods])
@@ -232,6 +234,16 @@ def run(context):
                 method: waiting[method].result() for method, _ in zip(methods, labels, strict=True)
             }
         yield from _rows_of(size, where, found, seeds)
+
+
+def steps(context):
+    """Yields those of the short form and, in the full one, of all methods, at the least noise."""
+    size = SIZES[context.form]
+    noise = size.multipliers[0]
+    for method in dict.fromkeys((*SHORT, *(GRIDS if context.form == "full" else ()))):
+        settings = tuning.chosen(context, _label(DIGITS, noise, method)) | {"noise": noise}
+        known = task(size, dtype=context.dtype)
+        yield training.step_of(method, known, _method(size, method), settings, size.batch)
 
 
 def _rows_of(size, where, found, seeds):
@@ -312,30 +324,32 @@ def _parts(name, folder):
     return training.digits_rows() if name == DIGITS else _read(folder)[name]
 
 
-def _race(size, where, method, settings, seeds):
+def _race(size, where, method, settings, seeds, dtype=None):
     """Returns ``{metric: [runs]}`` as NumPy arrays; run i has its own settings and seed."""
-    found = _program(size, where, method)(*training.arrays(seeds, settings))
+    found = _program(size, where, method, dtype)(*training.arrays(seeds, settings))
     return jax.tree.map(np.asarray, found)
 
 
 @functools.cache
-def _program(size, where, method):
-    if method == DPSGD:
-        made = with_dpsgd(size)
-    elif method == JAX_PRIVACY:
-        made = with_jax_privacy(size)
-    else:
-        made = ours(size, *PAIRS.get(method, (AVERAGED.get(method), RAW)))
-    return training.run(task(size, where), made, size.steps)
+def _program(size, where, method, dtype):
+    return training.run(task(size, where, dtype), _method(size, method), size.steps)
+
+
+def _method(size, name):
+    if name == DPSGD:
+        return with_dpsgd(size)
+    if name == JAX_PRIVACY:
+        return with_jax_privacy(size)
+    return ours(size, *PAIRS.get(name, (AVERAGED.get(name), RAW)))
 
 
 @functools.cache
-def task(size, where=(DIGITS, None)):
+def task(size, where=(DIGITS, None), dtype=None):
     """Returns the task of a data set, which draws Poisson batches."""
     rate, total = _rate(size, where)
     # Beyond max_size examples are left out, once in a billion steps.
     max_size = min(int(stats.binom.isf(TOO_MANY, total, rate)) + 1, total)
     draw = functools.partial(denoise.poisson_sample, rate=rate, max_size=max_size)
     if where[0] == DIGITS:
-        return training.images(_parts(*where), WIDTHS, draw)
-    return training.images(_parts(*where), REAL_WIDTHS, draw, largest=255.0)
+        return training.images(_parts(*where), WIDTHS, draw, dtype=dtype)
+    return training.images(_parts(*where), REAL_WIDTHS, draw, largest=255.0, dtype=dtype)

@@ -112,7 +112,8 @@ def run(context):
         }
 
         def race(method, task=task, batch=batch, settings=settings):
-            return _race(size, task, batch, method, settings[method], seeds * len(SCHEDULES))
+            all_seeds = seeds * len(SCHEDULES)
+            return _race(size, task, batch, method, settings[method], all_seeds, context.dtype)
 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes one core
             found = dict(zip(METHODS, pool.map(race, METHODS), strict=True))
@@ -128,6 +129,15 @@ def run(context):
                 unit=UNITS[task],
                 better="down",
             )
+
+
+def steps(context):
+    """Yields the steps on digits with the smallest batch, at a constant rate."""
+    kind, batch, schedule = DIGITS, SIZES[context.form].batches[0], "constant rate"
+    known, other = _task(kind, batch, context.dtype), {"other_rate": OTHER_RATES[kind]}
+    for name in (ORDER_2, MOMENTUM, AVERAGE, AUTO):
+        settings = tuning.chosen(context, _label(kind, batch, schedule, name)) | other
+        yield training.step_of(name, known, METHODS[name], settings, batch)
 
 
 def tune(context):
@@ -161,20 +171,21 @@ def _label(task, batch, schedule, method):
     return f"{task}, batch {batch}, {schedule}: {method}"
 
 
-def _race(size, task, batch, method, settings, seeds):
+def _race(size, task, batch, method, settings, seeds, dtype=None):
     """Returns ``{metric: [runs]}`` as NumPy arrays; run i has its own settings and seed."""
     settings = [{**one, "other_rate": OTHER_RATES[task]} for one in settings]
-    program = _program(task, batch, size.steps[task], method)
+    program = _program(task, batch, size.steps[task], method, dtype)
     return jax.tree.map(np.asarray, program(*training.arrays(seeds, settings)))
 
 
 @functools.cache
-def _program(task, batch, steps, method):
-    return training.run(_task(task, batch), METHODS[method], steps)
+def _program(task, batch, steps, method, dtype):
+    return training.run(_task(task, batch, dtype), METHODS[method], steps)
 
 
 @functools.cache
-def _task(task, batch):
+def _task(task, batch, dtype):
     if task == DIGITS:
-        return training.images(training.digits_rows(), (32, 10), training.uniform(batch))
-    return training.help_text(MODEL, batch)
+        parts, draw = training.digits_rows(), training.uniform(batch)
+        return training.images(parts, (32, 10), draw, dtype=dtype)
+    return training.help_text(MODEL, batch, dtype)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import harness, lm
+from benchmarks import costs, harness, lm
 from benchmarks.denoise import bench_private, training
 from jaxkit import denoise, train
 
@@ -19,60 +19,59 @@ OURS = "denoise.private_gradient_estimator"
 def run(context):
     form = context.form
     for order in context.track([2] if form == "smoke" else [2, 3]):
-        yield from _order(form, order)
+        width, layers, length, batch = SIZES[form]
+        found = list(_order(context, order))
+        numbers = sum(x.size for x in jax.tree.leaves(found[0].args[0].params)) / 1e6
+        size = f"{layers} x {width}, {batch} x {length}, {numbers:.2g} M parameters, AdamW"
+        yield from _compared(found, "one step", size, ROUNDS[form])
     for _ in context.track([] if form == "smoke" else ["private"]):
-        yield from _private(form)
+        found = list(_private(context))
+        yield from _compared(found, "one private step", str(PRIVATE[form]), ROUNDS[form])
 
 
-def _order(form, order):
-    """Compares with the plain gradients that the order needs, each of a whole batch."""
-    width, layers, context, batch = SIZES[form]
-    loss_fn, params, windows = lm.one_batch(*SIZES[form])
+def steps(context):
+    yield from _order(context, 2)
+    yield from _order(context, 3)
+    yield from _private(context)
+
+
+def _order(context, order):
+    """Yields a step and its rival: the plain gradients that the order needs, of a whole batch."""
+    *_, length, batch = SIZES[context.form]
+    loss_fn, params, windows = lm.one_batch(*SIZES[context.form], context.dtype)
     backprop, adamw, plain = train.backprop(loss_fn), optax.adamw(1e-3), order - 1
     gradients = backprop if plain == 1 else train.accumulate(backprop, plain)
     tx = optax.chain(denoise.denoise(0.1, order=order), adamw)
     name, rival = f"denoise, order {order}", f"{plain} plain gradient{'s' if plain > 1 else ''}"
-    key = jax.random.key(0)
-    calls = {
-        name: (
-            train.make_step(denoise.gradient_estimator(backprop), tx),
-            train.create(params, tx, key),
-            windows,
-        ),
-        rival: (
-            train.make_step(gradients, adamw),
-            train.create(params, adamw, key),
-            jnp.concatenate([windows] * plain),
-        ),
-    }
-    numbers = sum(x.size for x in jax.tree.leaves(params)) / 1e6
-    size = f"{layers} x {width}, {batch} x {context}, {numbers:.2g} M parameters, AdamW"
-    yield from _compared(calls, (name,), "one step", size, ROUNDS[form])
+    tokens = length * batch
+    yield costs.training_step(
+        name, denoise.gradient_estimator(backprop), tx, params, windows, tokens
+    )
+    windows = jnp.concatenate([windows] * plain)
+    yield costs.training_step(rival, gradients, adamw, params, windows, plain * tokens)
 
 
-def _private(form):
-    """Compares steps of SGD with the clipped gradients of as many examples."""
-    size = PRIVATE[form]
+def _private(context):
+    """Yields steps of SGD with the clipped gradients of as many examples, ours first."""
+    size = PRIVATE[context.form]
     parts = training.digits_rows()
     batch = denoise.Padded(
         jax.tree.map(lambda x: x[: size.batch], parts[0]), jnp.ones(size.batch, bool)
     )
-    task = training.images(parts, (32, 10), training.uniform(size.batch))
-    settings = {name: jnp.float32(x) for name, x in {"noise": 2, "gain": 0.1, "seed": 0}.items()}
-    key, calls = jax.random.key(0), {}
+    task = training.images(parts, (32, 10), lambda key, rows: batch, dtype=context.dtype)
+    settings = {"learning_rate": 0.1, "noise": 2.0, "gain": 0.1}
     for name, method in {
         OURS: bench_private.ours(size, bench_private.SGD, bench_private.RAW),
         bench_private.DPSGD: bench_private.with_dpsgd(size),
         bench_private.JAX_PRIVACY: bench_private.with_jax_privacy(size),
     }.items():
-        tx = method.optimizer(0.1, settings)
-        step = train.make_step(method.estimator(task.loss_fn, settings), tx)
-        calls[name] = step, train.create(task.start(key), tx, key), batch
-    yield from _compared(calls, (OURS,), "one private step", str(size), ROUNDS[form])
+        yield training.step_of(name, task, method, settings, size.batch)
 
 
-def _compared(calls, ours, case, size, rounds):
+def _compared(steps, case, size, rounds):
+    calls = {step.method: (step.fun, *step.args) for step in steps}
     measured = harness.measure(calls, rounds=rounds, compiles=1)
+    ours = (steps[0].method,)
     about = {"case": case, "size": size, "better": "down"}
     times = {name: [1e3 * s for s in result.run_s] for name, result in measured.items()}
     yield from harness.versus(

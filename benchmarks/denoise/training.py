@@ -4,14 +4,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
-from benchmarks import lm
+from benchmarks import costs, lm
+from benchmarks.mlp import MLP
 from jaxkit import train
 
 HELD_OUT = 360  # digits, half for the settings and half for the report
@@ -33,18 +33,6 @@ class Method(NamedTuple):
     optimizer: Callable[..., Any]  # (learning rate or schedule, settings) -> transformation
 
 
-class MLP(nn.Module):
-    """Dense layers of ``widths`` with tanh between them."""
-
-    widths: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, x):
-        for width in self.widths[:-1]:
-            x = jnp.tanh(nn.Dense(width)(x))
-        return nn.Dense(self.widths[-1])(x)
-
-
 @functools.cache
 def digits_rows():
     """Returns the images and classes for training, validation and test, the same for all seeds."""
@@ -55,13 +43,13 @@ def digits_rows():
     return [(x[rows], y[rows]) for rows in np.split(order, ends)]
 
 
-def images(parts, widths, draw, largest=1.0):
+def images(parts, widths, draw, largest=1.0, dtype=None):
     """Returns the task of ``parts``, the rows for training, validation and test, by an MLP.
 
     ``draw(key, examples)`` gives a batch of the first; ``largest`` is that of a pixel.
     """
     rows, validation, test = parts
-    model = MLP(widths)
+    model = MLP(widths, jnp.tanh, dtype)
 
     def apply(params, x):
         return model.apply(params, x.astype(jnp.float32) / largest)
@@ -84,9 +72,9 @@ def images(parts, widths, draw, largest=1.0):
     return Task(lambda key: model.init(key, one), loss_fn, lambda key: draw(key, rows), judge)
 
 
-def help_text(size, batch):
+def help_text(size, batch, dtype=None):
     """Returns the task of the language model of ``lm`` with another batch."""
-    known = lm.Task(size)
+    known = lm.Task(size, dtype)
     tokens, held_out = jnp.asarray(known.tokens), known.held_out.reshape(-1, size.context + 1)
 
     def loss_fn(params, windows, key):
@@ -113,6 +101,15 @@ def uniform(batch):
         return jax.tree.map(lambda x: jnp.asarray(x)[rows], examples)
 
     return draw
+
+
+def step_of(name, task, method, settings, tokens):
+    """Returns one step of :func:`run` with the settings of a run, a dict, at a constant rate."""
+    (key,), settings = arrays([0], [settings])
+    settings = jax.tree.map(lambda x: x[0], settings)
+    tx = method.optimizer(lambda step: settings["learning_rate"], settings)
+    estimator = method.estimator(task.loss_fn, settings)
+    return costs.training_step(name, estimator, tx, task.start(key), task.draw(key), tokens)
 
 
 def run(task, method, steps):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import harness, text
+from benchmarks import costs, harness, text
 
 # By name: the file train.py of this package would take the place of a module called train.
 from jaxkit.train import backprop, create, fit, make_step
@@ -151,18 +151,24 @@ def decaying(make):
     )
 
 
-def loss(model, params, windows):
-    """Returns the mean loss in nats per token, float32 or wider."""
+def window_losses(model, params, windows):
+    """Returns the mean loss of each window in nats per token, float32 or wider."""
     logits = model.apply(params, windows[:, :-1])
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]))
+    nats = optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    return nats.mean(-1)
 
 
-def one_batch(width, layers, context, batch):
+def loss(model, params, windows):
+    """Returns the mean of :func:`window_losses`."""
+    return window_losses(model, params, windows).mean()
+
+
+def one_batch(width, layers, context, batch, dtype=None):
     """Returns ``(loss_fn, params, windows)`` of a decoder of bytes, to measure its steps on."""
     tokens, vocabulary = text.help_topics()
     windows = jnp.asarray(tokens[: batch * (context + 1)], jnp.int32).reshape(batch, context + 1)
-    model = Decoder(vocabulary, width, 4 * width, layers, 4)
+    model = Decoder(vocabulary, width, 4 * width, layers, 4, dtype)
 
     def loss_fn(params, windows, key):
         del key
@@ -172,16 +178,30 @@ def one_batch(width, layers, context, batch):
 
 
 class Task:
-    """The data and the model of one size."""
+    """The data and the model of one size; ``dtype`` is that of its computation."""
 
-    def __init__(self, size):
+    def __init__(self, size, dtype=None):
         self.size = size
         tokens, vocabulary = getattr(text, size.corpus)()
         self.tokens, held_out = text.split(tokens, size.context)
         # Evenly spread, since neighboring windows are of one subject; in batches, to save memory.
         held_out = held_out[:: max(1, len(held_out) // size.held_out)][: size.held_out]
         self.held_out = held_out.reshape(-1, size.batch, size.context + 1)
-        self.model = Decoder(vocabulary, size.width, size.mlp, size.layers, size.heads)
+        self.model = Decoder(vocabulary, size.width, size.mlp, size.layers, size.heads, dtype)
+
+    def steps(self, makers, rates):
+        """Yields a step of each method with its rates, as in a race but for one seed."""
+
+        def loss_fn(params, windows, key):
+            del key
+            return loss(self.model, params, windows)
+
+        windows = jnp.asarray(next(self.laps([0]))[0, 0])
+        params = jax.jit(self.model.init)(jax.random.key(0), windows[:1, :-1])
+        for name, make in makers.items():
+            yield costs.training_step(
+                name, backprop(loss_fn), make(**rates[name]), params, windows, windows[:, 1:].size
+            )
 
     def laps(self, seeds):
         """Yields the training windows, ``[seeds, lap, batch, context + 1]`` at a time."""

@@ -35,7 +35,7 @@ def run(context):
         )
         calls = {METHOD: (jax.vmap(ot.duals_1d), x, y), SORT: (_sorts, x, y)}
         if rivals:
-            calls["ott.univariate"] = (_ott, x, y)
+            calls["ott.univariate"] = (ott_duals, x, y)
         measured = harness.measure(calls, rounds=rounds, compiles=1)
         times = {name: [1e3 * s for s in result.run_s] for name, result in measured.items()}
         if rivals:
@@ -66,7 +66,7 @@ def _sorts(x, y):
     return jnp.sort(x), jnp.sort(y)
 
 
-def _ott(x, y):
+def ott_duals(x, y):
     problem = linear_problem.LinearProblem(pointcloud.PointCloud(x.T, y.T))
     out = univariate.north_west_solver(problem)
     return out.dual_a, out.dual_b
@@ -77,7 +77,7 @@ def _pot(x, y):
     return [pot.lp.emd_1d(a, b, dense=False) for a, b in zip(x, y, strict=True)]
 
 
-_PAIRS = {METHOD: jax.vmap(ot.duals_1d), "ott.univariate": _ott}
+_PAIRS = {METHOD: jax.vmap(ot.duals_1d), "ott.univariate": ott_duals}
 
 
 def _violation(fun, x, y):

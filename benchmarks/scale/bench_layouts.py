@@ -24,7 +24,7 @@ def run(context):
 
     Those share the cores, so that only real ones are timed.
     """
-    size, (names, kinds) = SIZES[context.form], PARTS[context.form]
+    size, (names, kinds) = layouts.size_in(SIZES, context), PARTS[context.form]
     count, rounds = jax.device_count(), ROUNDS[context.form]
     for _ in context.track(["layouts"]):
         if count > 1:
@@ -44,6 +44,10 @@ def run(context):
             if layouts.name_of(layout, kind, method) in runs
         }
         yield from _against_muon(found, f"{layout}, {count} devices", size)
+
+
+def steps(context):
+    yield from layouts.steps(layouts.size_in(SIZES, context))
 
 
 def _against_one(runs, ours, case, size):
@@ -90,7 +94,7 @@ def _against_muon(found, case, size):
         case=case,
         size=str(size),
         metric="speed",
-        unit="tokens per second",
+        unit=harness.SPEED,
         better="up",
         seeds=rounds,
     )

@@ -20,7 +20,7 @@ JOINED, ALONE = f"{COUNT} processes", "one process"
 
 
 def run(context):
-    size = SIZES[context.form]
+    size = layouts.size_in(SIZES, context)
     about = {"case": f"data parallel, {COUNT} processes of a core each", "size": str(size)}
     for _ in context.track(["processes"]):
         running = processes.start(
@@ -51,10 +51,14 @@ def run(context):
         {name: [tokens / x for x in times] for name, times in seconds.items()},
         **about,
         metric="speed of a process",
-        unit="tokens per second",
+        unit=harness.SPEED,
         better="up",
         seeds=range(ROUNDS[context.form]),
     )
+
+
+def steps(context):
+    yield from layouts.steps(layouts.size_in(SIZES, context))
 
 
 def work(size, rounds):

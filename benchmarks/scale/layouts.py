@@ -5,11 +5,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from benchmarks import collectives, harness, lm
+from benchmarks import collectives, costs, harness, lm
 from jaxkit import _tree, spectral, train
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -35,6 +36,7 @@ class Size(NamedTuple):
     context: int
     batch: int
     steps: int
+    dtype: str = "float32"  # of the computation
 
     def __str__(self):
         return f"{self.layers} x {self.width}, batch {self.batch} x {self.context}"
@@ -47,6 +49,11 @@ class Run(NamedTuple):
     state: train.TrainState
     windows: list[jax.Array]  # [batch, context + 1] of each step
     tx: optax.GradientTransformation
+
+
+def size_in(sizes, context):
+    """Returns the size of a form, with the dtype of the context."""
+    return sizes[context.form]._replace(dtype=jnp.dtype(context.dtype).name)
 
 
 def on_one_device(size):
@@ -84,6 +91,14 @@ def on_mesh(size, layout, kind, devices=None, method=OURS):
         loss_fn = jax.sharding.auto_axes(loss_fn, out_sharding=NamedSharding(mesh, PartitionSpec()))
     tx = MAKERS[method](shardings if kind == "auto" else None)
     return _run(loss_fn, jax.tree.map(place, params, shardings), windows, tx)
+
+
+def steps(size):
+    """Yields a step of ours and of the rival on one device."""
+    loss_fn, params, windows = _problem(size)
+    for name, make in MAKERS.items():
+        estimator, tokens = train.backprop(loss_fn), size.batch * size.context
+        yield costs.training_step(name, estimator, make(None), params, windows[0], tokens)
 
 
 def compile_step(run):
@@ -188,7 +203,9 @@ def _build(size, job):
 @functools.cache
 def _problem(size):
     examples = size.batch * size.steps
-    loss_fn, params, windows = lm.one_batch(size.width, size.layers, size.context, examples)
+    loss_fn, params, windows = lm.one_batch(
+        size.width, size.layers, size.context, examples, jnp.dtype(size.dtype)
+    )
     return loss_fn, params, windows.reshape(size.steps, size.batch, size.context + 1)
 
 

@@ -26,10 +26,16 @@ def run(context):
         context.note("rollfast.muon is left out: settings.json has none for it; --tune makes them.")
         del makers["rollfast.muon"]
     rates = {name: tuning.chosen(context, name) for name in makers}
-    results = lm.Task(size).race(makers, rates, seeds, context.track)
+    results = lm.Task(size, context.dtype).race(makers, rates, seeds, context.track)
     yield from lm.losses(OURS, results, **ABOUT, metric="validation loss", size=size, seeds=seeds)
     yield from lm.times(OURS, results, case=ABOUT["case"], size=size)
     yield from lm.curves(results, **ABOUT)
+
+
+def steps(context):
+    makers = _makers(context)
+    rates = {name: tuning.chosen(context, name) for name in makers}
+    yield from lm.Task(SIZES[context.form], context.dtype).steps(makers, rates)
 
 
 def tune(context):

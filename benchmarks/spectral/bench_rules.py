@@ -41,11 +41,17 @@ def run(context):
     # The short form leaves out what is known to lose.
     makers = {name: MAKERS[name] for name in MAKERS if context.form != "short" or name != ABSOLUTE}
     rates = {name: tuning.chosen(context, name) for name in makers}
-    results = lm.Task(size).race(makers, rates, seeds, context.track)
+    results = lm.Task(size, context.dtype).race(makers, rates, seeds, context.track)
     yield from lm.losses(
         tuple(makers)[:-1], results, **ABOUT, metric="validation loss", size=size, seeds=seeds
     )
     yield from lm.curves(results, **ABOUT)
+
+
+def steps(context):
+    makers = {name: MAKERS[name] for name in ("right_spectral", RIVAL, *MAKERS)}
+    rates = {name: tuning.chosen(context, name) for name in makers}
+    yield from lm.Task(SIZES[context.form], context.dtype).steps(makers, rates)
 
 
 def tune(context):

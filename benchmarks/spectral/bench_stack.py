@@ -24,7 +24,7 @@ ABOUT = {"case": "whole stack", "unit": "nats per byte"}
 def run(context):
     size, seeds = SIZES[context.form], SEEDS[context.form]
     rates = {name: tuning.chosen(context, name) for name in MAKERS}
-    task, about = lm.Task(size), {**ABOUT, "size": size, "seeds": seeds}
+    task, about = lm.Task(size, context.dtype), {**ABOUT, "size": size, "seeds": seeds}
     results = task.race(MAKERS, rates, seeds, context.track)
     yield from lm.losses(OURS, results, **about, metric="validation loss")
     yield from lm.times(OURS, results, case=ABOUT["case"], size=size)
@@ -35,6 +35,11 @@ def run(context):
     timed = task.race(fewer, rates, seeds, context.track, horizons=horizons)
     metric = "validation loss at equal time"
     yield from lm.losses(OURS, {**results, **timed}, **about, metric=metric)
+
+
+def steps(context):
+    rates = {name: tuning.chosen(context, name) for name in MAKERS}
+    yield from lm.Task(SIZES[context.form], context.dtype).steps(MAKERS, rates)
 
 
 def equal_time_steps(results):

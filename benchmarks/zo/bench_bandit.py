@@ -49,14 +49,14 @@ GRIDS = {**dict.fromkeys((STORED, SHARED), (0.1, 0.3, 1.0, 3.0)), FRESH: (1.0, 3
 def run(context):
     size, seeds = SIZES[context.form], SEEDS[context.form]
     rates = {name: np.repeat(training.rate_of(context, name), len(seeds)) for name in GRIDS}
-    found = _race(size, rates, seeds, context.track)
+    found = _race(size, rates, seeds, context.track, context.dtype)
     about = {"case": f"bandit, mu {MU}", "size": str(size), "seeds": seeds}
     rewards = {name: result["reward"] for name, result in found.items()}
     rewards[START] = found[STORED]["start"]
     yield from harness.versus(
         (STORED, SHARED), rewards, **about, metric="expected reward", unit="1", better="up"
     )
-    yield from _slopes(size, seeds)
+    yield from _slopes(size, seeds, context.dtype)
 
 
 def tune(context):
@@ -71,7 +71,18 @@ def tune(context):
     )
 
 
-def _slopes(size, seeds):
+def steps(context):
+    size = SIZES[context.form]
+    problem = _problem(size, jax.random.key(0))
+    tokens = size.contexts * size.rollouts
+    for name in (STORED, FRESH, SHARED):
+        estimator, rate = _estimator(size, name, context.dtype), training.rate_of(context, name)
+        yield training.step_of(
+            name, estimator, optax.adam, rate, size.steps, problem["logits"], problem, tokens
+        )
+
+
+def _slopes(size, seeds, dtype):
     """Measures the variance of a slope, over directions and rollouts, where training starts."""
     mus = jnp.array(MUS)
 
@@ -80,11 +91,11 @@ def _slopes(size, seeds):
         keys = jax.random.split(jax.random.fold_in(key, 1), size.repeats)
 
         def variance(name, mu):
-            probe = _measure(zo.probe, size, name, mu, 1)
+            probe = _measure(zo.probe, size, name, mu, 1, dtype)
             slopes = jax.vmap(lambda k: probe(k, problem["logits"], problem).coeffs[0])(keys)
             return jnp.var(slopes)
 
-        losses = jax.vmap(lambda k: _grpo(size, problem["logits"], problem, k))(keys)
+        losses = jax.vmap(lambda k: _grpo(size, dtype, problem["logits"], problem, k))(keys)
         variances = {name: jax.lax.map(functools.partial(variance, name), mus) for name in GRIDS}
         return variances | {FLOOR: jnp.var(losses) / (2 * mus**2)}
 
@@ -131,11 +142,11 @@ def _slopes(size, seeds):
         )
 
 
-def _race(size, rates, seeds, track):
+def _race(size, rates, seeds, track, dtype=jnp.float32):
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
 
     def call(name):
-        run = training.runner(_estimator(size, name), optax.adam, size.steps)
+        run = training.runner(_estimator(size, name, dtype), optax.adam, size.steps)
 
         def whole(key, rate):
             problem = _problem(size, key)
@@ -174,17 +185,17 @@ def _rewards(key, problem, actions):
     return jax.random.bernoulli(key, means).astype(jnp.float32)
 
 
-def _likelihood(logits, actions, weights):
-    """Returns minus the weighted likelihood."""
-    log_probs = jax.nn.log_softmax(logits)
+def _likelihood(logits, actions, weights, dtype):
+    """Returns minus the weighted likelihood, of log-probabilities that are computed in a dtype."""
+    log_probs = jax.nn.log_softmax(logits.astype(dtype)).astype(jnp.float32)
     return -jnp.mean(weights * jnp.take_along_axis(log_probs, actions, 1))
 
 
-def _bolt(logits, problem):
-    return _likelihood(logits, problem["actions"], problem["weights"])
+def _bolt(dtype, logits, problem):
+    return _likelihood(logits, problem["actions"], problem["weights"], dtype)
 
 
-def _grpo(size, logits, problem, key):
+def _grpo(size, dtype, logits, problem, key):
     """The rollouts come from the current policy, ``problem["current"]`` where it moved on.
 
     If the perturbed policy drew them, the slope would have a part that GRPO does not mean.
@@ -192,19 +203,19 @@ def _grpo(size, logits, problem, key):
     action_key, reward_key = jax.random.split(key)
     actions = _draw(action_key, problem.get("current", problem["logits"]), size)
     rewards = _rewards(reward_key, problem, actions)
-    return _likelihood(logits, actions, jax.vmap(rl.group_advantages)(rewards))
+    return _likelihood(logits, actions, jax.vmap(rl.group_advantages)(rewards), dtype)
 
 
 def _expected_reward(logits, problem):
     return jnp.mean(jnp.sum(jax.nn.softmax(logits) * problem["means"], -1))
 
 
-def _measure(measure, size, name, mu, num_samples):
+def _measure(measure, size, name, mu, num_samples, dtype):
     """Returns ``(key, logits, problem) -> ...`` by ``zo.probe`` or ``zo.value_and_zo_grad``."""
     options = {"num_samples": num_samples, "mu": mu}
     if name == STORED:
-        return measure(_bolt, **options)
-    run = measure(functools.partial(_grpo, size), matched=name == SHARED, **options)
+        return measure(functools.partial(_bolt, dtype), **options)
+    run = measure(functools.partial(_grpo, size, dtype), matched=name == SHARED, **options)
 
     def measured(key, logits, problem):
         own, oracle = jax.random.split(key)
@@ -216,8 +227,8 @@ def _measure(measure, size, name, mu, num_samples):
     return measured
 
 
-def _estimator(size, name):
-    run = _measure(zo.value_and_zo_grad, size, name, MU, PROBES)
+def _estimator(size, name, dtype):
+    run = _measure(zo.value_and_zo_grad, size, name, MU, PROBES, dtype)
 
     def estimator(key, params, opt_state, problem):
         del opt_state

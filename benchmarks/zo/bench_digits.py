@@ -3,7 +3,6 @@
 import functools
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ from evosax.algorithms import Open_ES
 from sklearn.datasets import load_digits
 
 from benchmarks import harness
+from benchmarks.mlp import MLP
 from benchmarks.zo import training
 from jaxkit import spectral, train, zo
 
@@ -52,12 +52,7 @@ FEW_METHODS = (
 LONG = ("SZO 1/2, centered", *FEW_METHODS[1:4])
 GRID = (3e-3, 1e-2, 3e-2, 1e-1)
 GRIDS = dict.fromkeys((*METHODS, *FEW_METHODS), GRID)
-
-
-class MLP(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(10)(nn.relu(nn.Dense(64)(nn.relu(nn.Dense(128)(x)))))
+WIDTHS = 128, 64, 10
 
 
 def run(context):
@@ -65,7 +60,7 @@ def run(context):
     left_out = () if context.form == "full" else LONG
     used = [name for name in GRIDS if name not in left_out]
     rates = {name: np.repeat(training.rate_of(context, name), len(seeds)) for name in used}
-    found = _race(size, rates, seeds, context.track)
+    found = _race(size, rates, seeds, context.track, context.dtype)
     for case, ours, names, probes in (
         ("digits", OURS, METHODS, size.probes),
         ("digits, into Muon", (FEW_OURS,), [*FEW_METHODS, BACKPROP], size.few),
@@ -98,10 +93,26 @@ def tune(context):
     )
 
 
-def _race(size, rates, seeds, track):
-    """Trains with each method in runs of ``rates[method]`` and ``seeds``, all from equal starts."""
+def steps(context):
+    """Yields the steps of all methods that are estimators, ours and MeZO first."""
+    size, model = SIZES[context.form], MLP(WIDTHS, dtype=context.dtype)
+    batch = [jnp.asarray(z[: size.batch]) for z in _digits()]
+    params = model.init(jax.random.key(0), batch[0])
+    for name in dict.fromkeys((NODE, MEZO, *GRIDS)):
+        if name not in (OPEN_ES, MISMATCHED):  # of these one is none, the other takes two batches
+            estimator, make = _parts(model, size, name)
+            rate, more = training.rate_of(context, name), (params, tuple(batch), size.batch)
+            yield training.step_of(name, estimator, make, rate, size.steps, *more)
+
+
+def _digits():
     x, y = load_digits(return_X_y=True)
-    x, y = (x / 16).astype(np.float32), y.astype(np.int32)
+    return (x / 16).astype(np.float32), y.astype(np.int32)
+
+
+def _race(size, rates, seeds, track, dtype=None):
+    """Trains with each method in runs of ``rates[method]`` and ``seeds``, all from equal starts."""
+    x, y = _digits()
     order = np.random.default_rng(0).permutation(len(x))
     held_out, kept = np.split(order, [len(x) // 4])
     draws = np.stack(
@@ -111,7 +122,7 @@ def _race(size, rates, seeds, track):
         ]
     )
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    model = MLP()
+    model = MLP(WIDTHS, dtype=dtype)
     start = jax.jit(jax.vmap(model.init, (0, None)))(keys, x[:1])
     evaluate = jax.jit(jax.vmap(functools.partial(_evaluate, model), (0, None, None)))
 
@@ -142,15 +153,20 @@ def _loss(model, params, batch, key):
 
 def _runner(model, size, name):
     """Returns what :func:`training.runner` does, for the method ``name``."""
-    losses = functools.partial(_loss, model)
+    if name == OPEN_ES:
+        return _open_es(model, functools.partial(_mean_loss, model), size)
+    return training.runner(*_parts(model, size, name), size.steps)
 
-    def mean_loss(*args):
-        return losses(*args).mean()
 
+def _mean_loss(model, *args):
+    return _loss(model, *args).mean()
+
+
+def _parts(model, size, name):
+    """Returns the estimator of a method, and what makes its optimizer of a rate."""
+    losses, mean_loss = (functools.partial(fun, model) for fun in (_loss, _mean_loss))
     base, _, optimizer = name.partition(INTO)
     options = {"num_samples": size.few if optimizer else size.probes, "mu": MU}
-    if base == OPEN_ES:
-        return _open_es(model, mean_loss, size)
     if base == BACKPROP:
         estimator = train.backprop(mean_loss)
     elif base == MISMATCHED:
@@ -159,7 +175,7 @@ def _runner(model, size, name):
         estimator = zo.gradient_estimator(losses, direction=zo.node(), per_example=True, **options)
     else:
         estimator = zo.gradient_estimator(mean_loss, direction=DIRECTIONS[base], **options)
-    return training.runner(estimator, _muon if optimizer == "Muon" else optax.adam, size.steps)
+    return estimator, _muon if optimizer == "Muon" else optax.adam
 
 
 def _muon(learning_rate):

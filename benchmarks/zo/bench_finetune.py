@@ -63,7 +63,7 @@ ABOUT = {"case": "fine-tuning, sources to English", "better": "down"}
 def run(context):
     size, seeds = SIZES[context.form], SEEDS[context.form]
     rates = {name: np.repeat(training.rate_of(context, name), len(seeds)) for name in GRIDS}
-    found = _race(size, rates, seeds, context.track)
+    found = _race(size, rates, seeds, context.track, context.dtype)
     yield from harness.versus(
         OURS,
         {name: result["loss"] for name, result in found.items()},
@@ -78,7 +78,7 @@ def run(context):
         yield harness.loss_curve(ABOUT["case"], name, result["train"], "nats per byte")
     if context.form != "full":  # a toy size says nothing of memory, and compiling takes long
         return
-    memory = {name: functools.partial(_memory, size, name) for name in GRIDS}
+    memory = {name: functools.partial(_memory, size, name, context.dtype) for name in GRIDS}
     yield from harness.versus(
         OURS,
         {name: [value] for name, value in training.in_pairs(memory, context.track).items()},
@@ -101,26 +101,39 @@ def tune(context):
     )
 
 
-def _race(size, rates, seeds, track):
+def steps(context):
+    """Yields the steps of all methods, ours and MeZO first."""
+    size = SIZES[context.form]
+    tokens = size.batch * size.context
+    windows = jnp.asarray(_windows(size, text.help_topics()[0], 1, [0])[0, 0])
+    params = _model(size).init(jax.random.key(0), windows[:1, :-1])
+    for name in dict.fromkeys((NODE, MEZO, *GRIDS)):
+        estimator, rate = _estimator(size, name, context.dtype), training.rate_of(context, name)
+        yield training.step_of(
+            name, estimator, optax.adam, rate, size.steps, params, windows, tokens
+        )
+
+
+def _race(size, rates, seeds, track, dtype=None):
     """Pretrains once for each run, then adapts with each method."""
     sources = text.library_sources()[0][:SOURCES]
     english, held_out = text.split(text.help_topics()[0], size.context)
     held_out = held_out[:: max(1, len(held_out) // size.held_out)][: size.held_out]
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    model = _model(size)
+    model = _model(size, dtype)
 
     def pretrain(key, batches):
         params = model.init(key, batches[0, :1, :-1])
-        run = training.runner(train.backprop(_mean_loss(size)), optax.adam, size.pretraining)
+        run = training.runner(train.backprop(_mean_loss(model)), optax.adam, size.pretraining)
         return run(params, key, PRETRAINING_RATE, batches)[0]
 
-    evaluate = jax.jit(jax.vmap(lambda params: _losses(size, params, held_out, None).mean()))
+    evaluate = jax.jit(jax.vmap(lambda params: lm.loss(model, params, held_out)))
     windows = _windows(size, sources, size.pretraining, seeds)
     start = jax.jit(jax.vmap(pretrain))(keys, windows)
     windows = _windows(size, english, size.steps, seeds)
 
     def call(name):
-        run = training.runner(_estimator(size, name), optax.adam, size.steps)
+        run = training.runner(_estimator(size, name, dtype), optax.adam, size.steps)
         runs = start, keys, jnp.asarray(rates[name], jnp.float32), windows
         params, losses = training.side_by_side(run, runs, in_turn=name.startswith("SZO"))
         return {"train": losses, "loss": evaluate(params)}
@@ -129,7 +142,7 @@ def _race(size, rates, seeds, track):
     return found | {BEFORE: {"loss": np.asarray(evaluate(start))}}
 
 
-def _memory(size, name):
+def _memory(size, name, dtype):
     """Returns the MiB of one step with Adam; it is compiled only."""
     tx = optax.adam(1e-3)
 
@@ -139,12 +152,12 @@ def _memory(size, name):
 
     state = jax.eval_shape(start, jax.random.key(0))
     batch = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
-    step = jax.jit(train.make_step(_estimator(size, name), tx), donate_argnums=0)
+    step = jax.jit(train.make_step(_estimator(size, name, dtype), tx), donate_argnums=0)
     return training.total_memory(step.lower(state, batch).compile()) / 2**20
 
 
-def _model(size):
-    return lm.Decoder(256, size.width, size.mlp, size.layers, 4)
+def _model(size, dtype=None):
+    return lm.Decoder(256, size.width, size.mlp, size.layers, 4, dtype)
 
 
 def _windows(size, tokens, steps, seeds):
@@ -154,29 +167,31 @@ def _windows(size, tokens, steps, seeds):
     return tokens[starts + np.arange(size.context + 1)]
 
 
-def _losses(size, params, windows, key):
+def _losses(model, params, windows, key):
     """Returns the loss of each example."""
     del key
-    logits = _model(size).apply(params, windows[:, :-1])
-    nats = optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-    return nats.mean(-1)
+    return lm.window_losses(model, params, windows)
 
 
-def _mean_loss(size):
-    return lambda *args: _losses(size, *args).mean()
+def _mean_loss(model):
+    return lambda *args: _losses(model, *args).mean()
 
 
-def _estimator(size, name):
+def _estimator(size, name, dtype):
+    model = _model(size, dtype)
     if name == BACKPROP:
-        return train.backprop(_mean_loss(size))
+        return train.backprop(_mean_loss(model))
     if name == NODE:
         return zo.gradient_estimator(
-            functools.partial(_losses, size),
+            functools.partial(_losses, model),
             direction=zo.node(),
             num_samples=size.probes,
             mu=1e-2,
             per_example=True,
         )
+    # bf16 has 8 bits: a smaller radius is lost in rounding.
+    mu = 1e-2 if dtype == jnp.bfloat16 else 1e-3
+    direction = DIRECTIONS[name]
     return zo.gradient_estimator(
-        _mean_loss(size), direction=DIRECTIONS[name], num_samples=size.probes
+        _mean_loss(model), direction=direction, num_samples=size.probes, mu=mu
     )

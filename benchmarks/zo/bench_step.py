@@ -1,15 +1,14 @@
 """A step of zo on a flax transformer: memory against backprop, time against its forward passes."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from benchmarks import harness, lm
+from benchmarks import costs, harness, lm
 from benchmarks.zo import training
 from jaxkit import zo
 
@@ -42,41 +41,45 @@ INFERENCE, BACKPROP = "inference", "jax.value_and_grad + SGD"
 
 class Layer(nn.Module):
     mlp: int
+    dtype: Any
 
     @nn.compact
     def __call__(self, x, _):
-        return lm.Block(4, self.mlp, name="block")(x), None
+        return lm.Block(4, self.mlp, self.dtype, name="block")(x), None
 
 
 class Decoder(nn.Module):
     size: Size
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, tokens):
-        size = self.size
-        x = nn.Embed(size.vocabulary, size.width, name="embed")(tokens)
-        x = x + self.param("position", nn.initializers.normal(0.1), (size.context, size.width))
+        size, dtype = self.size, self.dtype
+        x = nn.Embed(size.vocabulary, size.width, dtype, name="embed")(tokens)
+        scale = nn.initializers.normal(0.1)
+        x = x + self.param("position", scale, (size.context, size.width)).astype(x.dtype)
         layers = nn.scan(
             Layer,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=size.layers,
         )
-        x, _ = layers(size.mlp, name="layers")(x, None)
-        return nn.Dense(size.vocabulary, use_bias=False, name="head")(nn.RMSNorm()(x))
+        x, _ = layers(size.mlp, dtype, name="layers")(x, None)
+        head = nn.Dense(size.vocabulary, use_bias=False, dtype=dtype, name="head")
+        return head(nn.RMSNorm(dtype=dtype)(x))
 
 
 def run(context):
     size, probes = SIZES[context.form], PROBES[context.form]
     params, key, windows = _start(size)
-    steps = _steps(size, probes)
+    funs = _steps(size, probes, context.dtype)
 
     def build(name):
         donated = () if name == INFERENCE else (0,)
-        return jax.jit(steps[name], donate_argnums=donated).lower(params, key, windows).compile()
+        return jax.jit(funs[name], donate_argnums=donated).lower(params, key, windows).compile()
 
     compiled = training.in_pairs(
-        {name: functools.partial(build, name) for name in steps}, context.track
+        {name: functools.partial(build, name) for name in funs}, context.track
     )
     million = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
     about = {
@@ -117,6 +120,16 @@ def run(context):
     )
 
 
+def steps(context):
+    """Yields the steps of all methods but inference; of node and of backprop first."""
+    size, probes = SIZES[context.form], PROBES[context.form]
+    params, key, windows = _start(size)
+    found = _steps(size, probes, context.dtype)
+    for name in dict.fromkeys(("node, per example", BACKPROP, *OURS)):
+        fun = found[name]  # its products are the model's: the update has none
+        yield costs.Step(name, fun, (params, key, windows), fun, size.batch * size.context)
+
+
 def _start(size):
     tokens = jnp.arange(size.batch * (size.context + 1)) * 7 % size.vocabulary
     windows = tokens.reshape(size.batch, -1)
@@ -124,13 +137,10 @@ def _start(size):
     return Decoder(size).init(key, windows[:, :-1]), key, windows
 
 
-def _steps(size, probes):
+def _steps(size, probes, dtype):
     """Returns ``{name: (params, key, windows) -> ...}``, new parameters but for inference."""
 
-    def losses(params, windows):
-        logits = Decoder(size).apply(params, windows[:, :-1])
-        nats = optax.losses.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-        return nats.mean(-1)
+    losses = functools.partial(lm.window_losses, Decoder(size, dtype))
 
     def loss(params, windows):
         return losses(params, windows).mean()

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks import tuning
+from benchmarks import costs, tuning
 from jaxkit import train
 
 
@@ -15,8 +15,11 @@ def decayed(make, steps):
 
     Without the decay the noise of the estimates, not their quality, would rule the last loss.
     """
-    fall = optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, steps))
-    return optax.chain(optax.inject_hyperparams(make)(1.0), fall)
+    return optax.chain(optax.inject_hyperparams(make)(1.0), _fall(steps))
+
+
+def _fall(steps):
+    return optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, steps))
 
 
 def with_rate(opt_state, rate):
@@ -36,6 +39,12 @@ def runner(estimator, make, steps):
         return state.params, metrics["loss"]
 
     return run
+
+
+def step_of(name, estimator, make, rate, steps, params, batch, tokens):
+    """Returns one step of :func:`runner` at a rate that falls over the steps."""
+    tx = optax.chain(make(rate), _fall(steps))
+    return costs.training_step(name, estimator, tx, params, batch, tokens)
 
 
 def side_by_side(run, runs, *, in_turn=False):
