@@ -48,8 +48,9 @@ FEW_METHODS = (
     FEW_OURS,
     *(f"{NODE}{INTO}Adam", f"{MEZO}{INTO}Muon", f"{MEZO}{INTO}Adam", f"{BACKPROP}{INTO}Muon"),
 )
-# The programs take long to compile, so only the full form has these.
+# The programs take long to compile, so only the full form has all.
 LONG = ("SZO 1/2, centered", *FEW_METHODS[1:4])
+LEFT_OUT = {"full": (), "short": LONG, "smoke": (*LONG, "low rank 1", MISMATCHED, FEW_METHODS[4])}
 GRID = (3e-3, 1e-2, 3e-2, 1e-1)
 GRIDS = dict.fromkeys((*METHODS, *FEW_METHODS), GRID)
 WIDTHS = 128, 64, 10
@@ -57,8 +58,7 @@ WIDTHS = 128, 64, 10
 
 def run(context):
     size, seeds = SIZES[context.form], SEEDS[context.form]
-    left_out = () if context.form == "full" else LONG
-    used = [name for name in GRIDS if name not in left_out]
+    used = [name for name in GRIDS if name not in LEFT_OUT[context.form]]
     rates = {name: np.repeat(training.rate_of(context, name), len(seeds)) for name in used}
     found = _race(size, rates, seeds, context.track, context.dtype)
     for case, ours, names, probes in (
