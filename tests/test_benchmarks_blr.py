@@ -1,10 +1,12 @@
 """The tasks of the blr benchmarks, and what they judge predictions by."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.blr import tasks
+from benchmarks import lm
+from benchmarks.blr import bench_text, tasks
 
 
 @pytest.mark.parametrize("make", [tasks.breast_cancer, tasks.noisy_digits])
@@ -68,6 +70,72 @@ def test_judge_reads_likelihood_and_accuracy():
     found = tasks.judge(jnp.log(probs), jnp.array([0, 1]), jnp.zeros((0, 2)))
     np.testing.assert_allclose(found["nll"], -(np.log(0.75) + np.log(0.5)) / 2, rtol=1e-6)
     assert found["accuracy"] == 0.5 and "AUROC of unseen classes" not in found
+
+
+# The small language model.
+
+TEXT = bench_text.SIZES["smoke"]
+STILL = {"learning_rate": 0.0, "weight_decay": 0.0}
+
+
+def test_text_for_settings_and_for_the_report_share_no_window():
+    """Both halves are of one size and spread over all windows, which lie outside of training."""
+    task, known = bench_text._task(TEXT, jnp.float32), lm.Task(TEXT.model)
+    windows = known.held_out.reshape(-1, TEXT.model.context + 1)
+    for name, first in (("validation", 0), ("test", 1)):
+        half = np.concatenate(task.held_out[bench_text.HALVES[name]])
+        want = sorted(map(tuple, windows[first::2]))
+        assert sorted(map(tuple, half)) == want and len(want) == TEXT.model.held_out // 2
+    np.testing.assert_array_equal(task.tokens, known.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*bench_text.OURS, bench_text.VI])
+def test_a_model_that_never_moved_predicts_all_bytes_alike(method, standard_promotion):
+    """Its head is zero: the loss is log 256, also of a narrow posterior, but not of a wide one.
+
+    The mean probability of a byte is 1/256 there, and -log is convex.
+    """
+    settings = [{**STILL, "ess": ess} for ess in (1e12, 1e-8)]
+    found = bench_text._race(TEXT, jnp.float32, method, [1, 2], settings)
+    for half in ("validation", "test"):
+        np.testing.assert_allclose(found[f"{half} at the mean"], [np.log(256)] * 2, rtol=1e-5)
+        np.testing.assert_allclose(found[half][0], np.log(256), rtol=1e-4)
+        assert found[half][1] > 2 * np.log(256)
+
+
+def test_the_rival_of_the_text_model_starts_from_the_same_prediction(standard_promotion):
+    """AdamW at rate 0 has the loss log 256, and no posterior to predict by."""
+    settings = [{**STILL, "b2": 0.9}] * 2
+    found = bench_text._race(TEXT, jnp.float32, bench_text.ADAMW, [1, 2], settings)
+    assert set(found) == {"validation", "test"}
+    np.testing.assert_allclose(found["test"], [np.log(256)] * 2, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_runs_of_the_text_model_differ_by_their_settings_and_seeds_only(standard_promotion):
+    """Runs beside each other are those alone; alpha is one of the settings of one program."""
+    settings = {"learning_rate": 0.3, "weight_decay": 1e-3, "ess": 1e-4}
+    ask = bench_text._race
+    both = ask(TEXT, jnp.float32, "alpha 2", [1, 2], [settings] * 2)
+    alone = ask(TEXT, jnp.float32, "alpha 2", [2, 2], [settings] * 2)
+    ivon = ask(TEXT, jnp.float32, "alpha 1 (IVON)", [1, 2], [settings] * 2)
+    for metric, values in both.items():
+        np.testing.assert_allclose(values[1], alone[metric], rtol=1e-4)
+        assert len({*values, *ivon[metric]}) == 4
+    assert bench_text._program(TEXT, jnp.float32, bench_text.POSTERIOR)._cache_size() == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_text_model_computes_in_the_given_dtype(dtype, standard_promotion):
+    """With bfloat16 its products are of that type, while parameters and loss are float32."""
+    task, key = bench_text._task(TEXT, dtype), jax.random.key(0)
+    params, windows = jax.eval_shape(lambda k: (bench_text._start(task, k), task.held_out[0]), key)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+    program = jax.make_jaxpr(task.loss_fn)(params, windows, key)
+    products = [x for x in program.eqns if x.primitive.name == "dot_general"]
+    assert {y.aval.dtype for x in products for y in x.invars} == {jnp.dtype(dtype)}
+    assert program.out_avals[0].dtype == jnp.float32
 
 
 def _digits():

@@ -8,16 +8,21 @@ from benchmarks import catalog, costs, harness
 
 ON_REQUEST = True
 
-FEW = {"smoke": 1, "short": 2, "full": None}  # methods of a benchmark, ours and a rival first
+# The full form has all; the short one the largest models of a topic, ours and a rival. A test
+# exports the steps of all.
+FEW = {"smoke": 1, "short": 2, "full": None}
+NAMES = {
+    "smoke": ("zo.bandit",),
+    "short": ("blr.step", "denoise.step", "spectral.stack", "zo.digits", "zo.step"),
+}
 ROUNDS = {"smoke": 1, "short": 5, "full": 20}
-SMOKE = ("zo.bandit",)  # an export test takes the steps of all
 HASTE = {"smoke": {"seconds": 1e-3}}  # how large the products and copies of the limits get
 
 
 def run(context):
     dtype = jnp.dtype(context.dtype).name
-    found = {name: [] for name in benchmarks() if context.form != "smoke" or name in SMOKE}
-    labels = context.track(["limits", *found])
+    names = NAMES.get(context.form) or benchmarks()
+    labels = iter(context.track(["limits", *names]))
     next(labels)
     peak, bandwidth = costs.limits(context.dtype, **HASTE.get(context.form, {}))
     about = {"case": "limits of the device", "size": dtype, "better": "up"}
@@ -26,7 +31,7 @@ def run(context):
         ("copy, read and written", "GB per second", bandwidth / 1e9),
     ):
         yield from harness.alone("measured", [value], **about, metric=metric, unit=unit)
-    for name, _ in zip(found, labels, strict=True):
+    for name, _ in zip(names, labels, strict=True):
         steps = itertools.islice(steps_of(name, context), FEW[context.form])
         yield from costs.rows(
             f"a training step of {name}",
