@@ -67,7 +67,9 @@ def _parser():
     parser.add_argument("--trace", metavar="DIR", type=pathlib.Path, help="write a profiler trace")
     parser.add_argument("--data", metavar="DIR", type=pathlib.Path, help="folder of real data sets")
     parser.add_argument(
-        "--dtype", choices=["bf16"], help="what models compute in; their parameters stay float32"
+        "--dtype",
+        choices=["bf16"],
+        help="of what models compute, with float32 parameters and the same settings",
     )
     return parser
 

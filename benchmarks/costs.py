@@ -17,7 +17,7 @@ class Step(NamedTuple):
 
     A benchmark that trains has ``steps(context)``, which yields those of its methods, ours first.
     ``fun(*args)`` is the step; with a training state it returns ``(state, metrics)``. The products
-    of ``model(*args)`` are those of the model: passes forward and backward, no optimizer.
+    of ``model(*args)`` count as the model's: all that the estimator does, nothing of the optimizer.
     """
 
     method: str

@@ -13,7 +13,7 @@ from benchmarks import harness
 from benchmarks.ot import problems
 from jaxkit import ot
 
-SIZES = {"smoke": (16,), "short": (64, 1024), "full": (64, 256, 1024, 4096)}
+SIZES = {"smoke": (16,), "short": (64, 1024), "full": (64, 128, 256, 512, 1024, 4096)}
 ROUNDS = {"smoke": 1, "short": 5, "full": 5}
 DIRECTIONS, EPSILON, LEVEL = 99, 0.005, 1e-2  # epsilon in units of the mean cost
 HALF, SOLVED, EXACT = "untrained, half a step", "untrained, then ott", "POT emd2"
