@@ -227,11 +227,11 @@ def _lbfgs(loss, start, num_steps, tol):
     losses = jnp.full(num_steps + 1, jnp.nan, value.dtype).at[0].set(value)
 
     def goes_on(carry):
-        _, _, _, grad, _, step, stuck = carry
-        return (step < num_steps) & (jnp.linalg.norm(grad) > tol) & ~stuck
+        _, _, _, grad, _, step, failures = carry
+        return (step < num_steps) & (jnp.linalg.norm(grad) > tol) & (failures < 2)
 
     def advance(carry):
-        w, state, value, grad, losses, step, _ = carry
+        w, state, value, grad, losses, step, failures = carry
         with _optax_promotes():
             updates, new_state = optimizer.update(
                 grad, state, w, value=value, grad=grad, value_fn=loss
@@ -242,16 +242,18 @@ def _lbfgs(loss, start, num_steps, tol):
             optax.tree.get(new_state, "value"),
             optax.tree.get(new_state, "grad"),
         )
-        # The line search lets the loss rise by its rounding. Then this is the end.
+        # The line search lets the loss rise by its rounding. Then the next step is one along the
+        # gradient, since the memory may be at fault, and if that does not help, this is the end.
         better = new[2] < value
         w, state, value, grad = jax.tree.map(
-            functools.partial(jnp.where, better), new, (w, state, value, grad)
+            functools.partial(jnp.where, better), new, (w, optimizer.init(w), value, grad)
         )
         step = step + better.astype(step.dtype)
-        return w, state, value, grad, losses.at[step].set(value), step, ~better
+        failures = jnp.where(better, 0, failures + 1)
+        return w, state, value, grad, losses.at[step].set(value), step, failures
 
     zero = jnp.zeros([], jnp.int32)
-    carry = start, optimizer.init(start), value, grad, losses, zero, jnp.zeros([], bool)
+    carry = start, optimizer.init(start), value, grad, losses, zero, zero
     w, _, _, grad, losses, step, _ = jax.lax.while_loop(goes_on, advance, carry)
     return w, grad, losses, step
 

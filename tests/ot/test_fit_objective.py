@@ -216,13 +216,16 @@ def test_other_costs_and_projections():
 
 
 def test_runs_under_jit_where_bad_values_give_nan():
-    """A traced fit is the eager one; weights that do not sum to 1 leave no weights."""
+    """A traced fit is the eager one; weights that do not sum to 1 leave no weights.
+
+    After few steps: at the end rounding, which differs, decides on the last step.
+    """
 
     @jax.jit
     def fit(pairs):
-        return ot.fit_objective(pairs, THETA, EPSILON)[0].weights
+        return ot.fit_objective(pairs, THETA, EPSILON, num_steps=4)[0].weights
 
-    np.testing.assert_allclose(fit(PAIRS), FIT()[0].weights, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(fit(PAIRS), FIT(num_steps=4)[0].weights, rtol=1e-3, atol=1e-3)
     assert jnp.isnan(fit(PAIRS._replace(a=2 * PAIRS.a))).all()
 
 
