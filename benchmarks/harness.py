@@ -1,5 +1,6 @@
 """What a benchmark is told, what it hands back, and how time and memory are measured."""
 
+import concurrent.futures
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -98,6 +99,15 @@ def alternate(calls, rounds):
             jax.block_until_ready(calls[name]())
             seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def in_pairs(calls, track):
+    """Returns ``{name: call()}``; two run at once, as compiling takes one core."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        waiting = {name: pool.submit(call) for name, call in calls.items()}
+        return {
+            name: jax.block_until_ready(waiting[name].result()) for name in track(list(waiting))
+        }
 
 
 def measure(calls, *, rounds, compiles):

@@ -1,16 +1,13 @@
 """The readers of published data sets, on tiny files in their formats."""
 
 import gzip
-import json
-import pathlib
 import struct
 
 import jax
 import numpy as np
 import pytest
 
-import benchmarks
-from benchmarks import data, harness
+from benchmarks import catalog, data, harness
 from benchmarks.blr import bench_classify, images
 from benchmarks.denoise import bench_private
 
@@ -209,8 +206,7 @@ def test_posterior_benchmark_learns_eight_classes(tmp_path):
 def test_posterior_benchmark_runs_on_the_folder(tmp_path, standard_promotion):
     """It has all its rows for the data set, and says whose settings it takes."""
     write_mnist(tmp_path, numbers=(90, 20))
-    path = pathlib.Path(benchmarks.__file__).parent / "blr" / "settings.json"
-    settings, notes = json.loads(path.read_text())["classify"], []
+    settings, notes = catalog.settings("blr")["classify"], []
     context = harness.Context("smoke", settings, tmp_path, lambda names: names, notes.append)
     rows = list(bench_classify.run(context))
     cases = {row.case for row in rows}
@@ -261,8 +257,7 @@ def test_private_benchmark_draws_from_the_training_part(tmp_path, standard_promo
 def test_private_benchmark_runs_on_the_folder(tmp_path, standard_promotion):
     """It has all its rows for the data set, and says whose settings it takes."""
     write_mnist(tmp_path, numbers=(90, 20))
-    path = pathlib.Path(benchmarks.__file__).parent / "denoise" / "settings.json"
-    settings, notes = json.loads(path.read_text())["private"], []
+    settings, notes = catalog.settings("denoise")["private"], []
     context = harness.Context("smoke", settings, tmp_path, lambda names: names, notes.append)
     rows = list(bench_private.run(context))
     assert {row.case.split(",")[0] for row in rows} == {"digits", "MNIST"}

@@ -1,6 +1,5 @@
 """Posteriors of a small language model: held-out loss of the mean prediction, and at the mean."""
 
-import concurrent.futures
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -76,16 +75,13 @@ GRIDS = {  # in this order two at once are of different programs
 def run(context):
     size, seeds = SIZES[context.form], list(SEEDS[context.form])
     methods = [method for method in GRIDS if context.form == "full" or method not in LONG]
-    labels = iter(context.track(methods))
 
     def race(method):
         settings = [tuning.chosen(context, method)] * len(seeds)
-        found = _race(size, context.dtype, method, seeds, settings)
-        next(labels)
-        return found
+        return _race(size, context.dtype, method, seeds, settings)
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes one core
-        found = dict(zip(methods, pool.map(race, methods), strict=True))
+    races = {method: functools.partial(race, method) for method in methods}
+    found = harness.in_pairs(races, context.track)
     means = {f"{method}, at the mean": found[method]["test at the mean"] for method in OURS}
     losses = {method: result["test"] for method, result in found.items()}
     pairs = [((*OURS, *means), losses | means), (("alpha 2",), {x: losses[x] for x in OURS})]

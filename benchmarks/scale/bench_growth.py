@@ -12,7 +12,6 @@ import optax
 from benchmarks import harness
 from benchmarks.denoise.training import digits_rows
 from benchmarks.ot import bench_duals
-from benchmarks.zo.training import in_pairs
 from jaxkit import blr, denoise, metrics, ot, rl, spectral, train, zo
 
 ON_REQUEST = True
@@ -56,7 +55,8 @@ def _measure(growth, form):
     sizes = doubled(start, form)
     calls = {(name, n): call for n in sizes for name, call in growth.calls(n, fixed).items()}
     # Compiling takes longest, and takes one core.
-    programs = in_pairs({key: functools.partial(_compile, *calls[key]) for key in calls}, iter)
+    builds = {key: functools.partial(_compile, *calls[key]) for key in calls}
+    programs = harness.in_pairs(builds, iter)
     ready = {key: functools.partial(programs[key], *calls[key][1:]) for key in calls}
     harness.alternate(ready, range(1))  # warm up
     seconds = harness.alternate(ready, range(ROUNDS[form]))

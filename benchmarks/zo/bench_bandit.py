@@ -157,7 +157,7 @@ def _race(size, rates, seeds, track, dtype=jnp.float32):
 
         return training.side_by_side(whole, (keys, jnp.asarray(rates[name], jnp.float32)))
 
-    return training.in_pairs({name: functools.partial(call, name) for name in rates}, track)
+    return harness.in_pairs({name: functools.partial(call, name) for name in rates}, track)
 
 
 def _problem(size, key):

@@ -135,7 +135,7 @@ def _race(size, rates, seeds, track, dtype=None):
         params, losses = training.side_by_side(run, runs, in_turn=name.startswith("SZO"))
         return {"train": losses} | evaluate(params, x[held_out], y[held_out])
 
-    return training.in_pairs({name: functools.partial(call, name) for name in rates}, track)
+    return harness.in_pairs({name: functools.partial(call, name) for name in rates}, track)
 
 
 def _evaluate(model, params, x, y):

@@ -83,7 +83,7 @@ def run(context):
     memory = {name: functools.partial(_memory, size, name, context.dtype) for name in GRIDS}
     yield from harness.versus(
         OURS,
-        {name: [value] for name, value in training.in_pairs(memory, context.track).items()},
+        {name: [value] for name, value in harness.in_pairs(memory, context.track).items()},
         **ABOUT,
         size=str(size),
         metric="memory of a step",
@@ -140,7 +140,7 @@ def _race(size, rates, seeds, track, dtype=None):
         params, losses = training.side_by_side(run, runs, in_turn=name.startswith("SZO"))
         return {"train": losses, "loss": evaluate(params)}
 
-    found = training.in_pairs({name: functools.partial(call, name) for name in rates}, track)
+    found = harness.in_pairs({name: functools.partial(call, name) for name in rates}, track)
     return found | {BEFORE: {"loss": np.asarray(evaluate(start))}}
 
 

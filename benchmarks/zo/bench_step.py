@@ -78,7 +78,7 @@ def run(context):
         donated = () if name == INFERENCE else (0,)
         return jax.jit(funs[name], donate_argnums=donated).lower(params, key, windows).compile()
 
-    compiled = training.in_pairs(
+    compiled = harness.in_pairs(
         {name: functools.partial(build, name) for name in funs}, context.track
     )
     million = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6

@@ -1,7 +1,5 @@
 """What the benchmarks of zo share: runs that train with a traced learning rate, many in a vmap."""
 
-import concurrent.futures
-
 import jax
 import numpy as np
 import optax
@@ -56,15 +54,6 @@ def side_by_side(run, runs, *, in_turn=False):
     if in_turn:
         return jax.jit(lambda runs: jax.lax.map(lambda x: run(*x), runs))(runs)
     return jax.jit(jax.vmap(run))(*runs)
-
-
-def in_pairs(calls, track):
-    """Returns ``{name: call()}``; two run at once, as compiling takes one core."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        waiting = {name: pool.submit(call) for name, call in calls.items()}
-        return {
-            name: jax.block_until_ready(waiting[name].result()) for name in track(list(waiting))
-        }
 
 
 def search(race, grids, seeds, value, **about):
