@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxkit import _check, _estimator, _numerics, _slices, _tree
+from jaxkit import _check, _estimator, _numerics, _random, _slices, _tree
 from jaxkit.denoise import _clipping, _query_points
 from jaxkit.denoise._poisson_sample import Padded
 from jaxkit.denoise._state import DenoiseState
@@ -259,7 +259,7 @@ def _release(key, total, stddev, divisor):
     keys = jax.random.split(key, len(leaves))
 
     def noisy(key, x):
-        noise = jnp.asarray(stddev, x.dtype) * jax.random.normal(key, x.shape, x.dtype)
+        noise = jnp.asarray(stddev, x.dtype) * _random.normal(key, x.shape, x.dtype)
         return (x + noise) / jnp.asarray(divisor, x.dtype)
 
     return treedef.unflatten(noisy(k, x) for k, x in zip(keys, leaves, strict=True))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkit import _check, _numerics
+from jaxkit import _check, _numerics, _random
 from jaxkit.zo import _node_noise
 from jaxkit.zo._low_rank_sites import low_rank_loss
 
@@ -16,9 +16,6 @@ def no_basis(loss_fn, params, args):
     """The ``prepare`` of a direction that does not look at the model."""
     del loss_fn, params, args
     return ()
-
-
-BLOCK_SIZE = 2**16
 
 
 class Direction(NamedTuple):
@@ -38,8 +35,8 @@ class Direction(NamedTuple):
       combine: ``(keys, coeffs, leaf_index, like, basis) -> sum_k coeffs[k] * draw(keys[k], ...)``
         in one piece, or None for a leaf where it has no better way than a loop; or None.
       mixing: what turns independent draws into directions: None, "sphere" or "orthogonal".
-      block_size: leaves with more entries are drawn in blocks of rows, see :func:`gaussian`; only
-        for a ``draw`` that looks at key, shape and dtype alone; or None.
+      alike: whether ``draw`` looks at key, shape and dtype alone, so that leaves of one shape may
+        be drawn together.
     """
 
     prepare: Callable
@@ -48,13 +45,13 @@ class Direction(NamedTuple):
     loss_at: Callable | None = None
     combine: Callable | None = None
     mixing: str | None = None
-    block_size: int | None = None
+    alike: bool = False
 
 
 def normal(key, leaf_index, like, basis):
     """Draws independent standard normal numbers, in float32 or wider."""
     del leaf_index, basis
-    return jax.random.normal(key, like.shape, _numerics.wide(like.dtype))
+    return _random.normal(key, like.shape, _numerics.wide(like.dtype))
 
 
 def signs(key, leaf_index, like, basis):
@@ -63,22 +60,14 @@ def signs(key, leaf_index, like, basis):
     return _node_noise.rademacher(key, like)
 
 
-def gaussian(*, block_size=BLOCK_SIZE):
+def gaussian():
     r"""Returns independent standard normal directions.
 
-    Args:
-      block_size: leaves with more entries than this are drawn in blocks of whole rows, each from a
-        key of its own, static; None for never. Where no mesh splits them, a few blocks at a time
-        are drawn, added and thrown away, so that a large leaf (the stacked matrices of all layers,
-        say) needs their scratch memory and not four to six times its own size. Another size gives
-        other numbers.
+    They are the numbers of ``jax.random.normal``, computed where they are added: even a leaf that
+    fills half the memory needs no scratch for them with keys of the kind threefry2x32.
 
     Returns:
       A :class:`~jaxkit.zo.Direction`.
-
-    Raises:
-      TypeError: ``block_size`` is not a whole number.
-      ValueError: ``block_size`` is below 1.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -91,23 +80,16 @@ def gaussian(*, block_size=BLOCK_SIZE):
 
     Cost: one normal number per parameter and use.
     """
-    return _isotropic(normal, block_size)
+    return Direction(no_basis, normal, alike=True)
 
 
-def rademacher(*, block_size=BLOCK_SIZE):
+def rademacher():
     r"""Returns directions of independent signs, which are several times faster to draw.
 
     Of all directions with independent entries they have the least variance.
 
-    Args:
-      block_size: as in :func:`gaussian`.
-
     Returns:
       A :class:`~jaxkit.zo.Direction`.
-
-    Raises:
-      TypeError: ``block_size`` is not a whole number.
-      ValueError: ``block_size`` is below 1.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -120,7 +102,7 @@ def rademacher(*, block_size=BLOCK_SIZE):
 
     Cost: one random bit per parameter and use.
     """
-    return _isotropic(signs, block_size)
+    return Direction(no_basis, signs, alike=True)
 
 
 def sphere():
@@ -140,7 +122,7 @@ def sphere():
 
     Cost: one more draw of each direction, for its norm.
     """
-    return Direction(no_basis, normal, mixing="sphere", block_size=BLOCK_SIZE)
+    return Direction(no_basis, normal, mixing="sphere", alike=True)
 
 
 def orthogonal():
@@ -166,7 +148,7 @@ def orthogonal():
 
     Cost: K(K + 1) draws of a direction for the products of all pairs, and K for each evaluation.
     """
-    return Direction(no_basis, normal, mixing="orthogonal", block_size=BLOCK_SIZE)
+    return Direction(no_basis, normal, mixing="orthogonal", alike=True)
 
 
 def low_rank(rank):
@@ -206,15 +188,8 @@ def low_rank_factors(key, like, rank):
     """Returns A ``[..., r]`` and B ``[n, r]`` of a leaf ``[..., n]``; A has the root of r in it."""
     dtype = _numerics.wide(like.dtype)
     left_key, right_key = jax.random.split(key)
-    left = jax.random.normal(left_key, (*like.shape[:-1], rank), dtype) / rank**0.5
-    return left, jax.random.normal(right_key, (like.shape[-1], rank), dtype)
-
-
-@functools.lru_cache
-def _isotropic(draw, block_size):
-    if block_size is not None:
-        block_size = _check.count("block_size", block_size)
-    return Direction(no_basis, draw, block_size=block_size)
+    left = _random.normal(left_key, (*like.shape[:-1], rank), dtype) / rank**0.5
+    return left, _random.normal(right_key, (like.shape[-1], rank), dtype)
 
 
 # Cached, so that two calls give equal directions, for which nothing compiles twice.

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxkit import _numerics
+from jaxkit import _numerics, _random
 
 
 def zero_after(x):
@@ -42,23 +42,10 @@ def rademacher(key, y):
 
 
 def normal(key, y):
-    """Returns normal numbers in the shape of ``y``, drawn in blocks."""
-    dtype = _numerics.wide(y.dtype)
-    if y.size <= _BLOCK:
-        return _placed_like(jax.random.normal(key, y.shape, dtype), y)
-    num_blocks = -(-y.size // _BLOCK)
-
-    def fill(i, noise):
-        block = jax.random.normal(jax.random.fold_in(key, i), (1, _BLOCK), dtype)
-        return jax.lax.dynamic_update_slice_in_dim(noise, block, i, 0)
-
-    # The buffer of the loop must wait for y as well.
-    start = jnp.broadcast_to(zero_after(y).astype(dtype), (num_blocks, _BLOCK))
-    noise = jax.lax.fori_loop(0, num_blocks, fill, start)
-    return _placed_like(noise.reshape(-1)[: y.size].reshape(y.shape), y)
+    """Returns normal numbers in the shape of ``y``."""
+    return _placed_like(_random.normal(key, y.shape, _numerics.wide(y.dtype)), y)
 
 
-_BLOCK = 1 << 16
 KINDS = {"rademacher": rademacher, "normal": normal}
 
 
