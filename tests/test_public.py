@@ -132,6 +132,18 @@ def test_import_loads_only_jaxkit_and_optax():
     assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
 
 
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_import_leaves_the_garbage_collector_as_it_was(before):
+    """It is off while jaxkit loads, and then on again if it was on."""
+    result = run_python(
+        "import gc, optax; runs = []; gc.callbacks.append(lambda *args: runs.append(args))\n"
+        f"gc.{before}(); import jaxkit; is_on = gc.isenabled(); gc.callbacks.clear()\n"
+        "print(is_on, len(runs))"
+    )
+    on, runs = result.stdout.split()
+    assert (on, int(runs) < 3) == (str(before == "enable"), True), result.stderr
+
+
 def test_training_works_without_the_optional_packages():
     """Without distrax, ott and the packages of the loop everything else trains."""
     result = run_python(
