@@ -111,7 +111,10 @@ def in_pairs(calls, track):
 
 
 def measure(calls, *, rounds, compiles):
-    """Measures ``{name: (fun, *args)}`` side by side; returns ``{name: Measured}``."""
+    """Measures ``{name: (fun, *args)}`` side by side; returns ``{name: Measured}``.
+
+    Each is compiled ``compiles`` times, alone; at 0 once, two at a time, which is not timed.
+    """
     compiled = {}
 
     def build(name, fun, *args):
@@ -123,15 +126,14 @@ def measure(calls, *, rounds, compiles):
     def bind(call, *args):
         return lambda: call(*args)
 
-    compile_s = alternate(
-        {name: bind(build, name, *calls[name]) for name in calls}, range(compiles)
-    )
+    builds = {name: bind(build, name, *calls[name]) for name in calls}
+    compile_s = alternate(builds, range(compiles)) if compiles else in_pairs(builds, iter)
     ready = {name: bind(compiled[name], *args) for name, (_, *args) in calls.items()}
     alternate(ready, range(1))  # warm up
     run_s = alternate(ready, range(rounds))
     return {
         name: Measured(
-            compile_s[name],
+            list(compile_s[name]),
             run_s[name],
             compiled[name].memory_analysis().temp_size_in_bytes,
             len(compiled[name].as_text()),

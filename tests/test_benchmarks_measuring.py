@@ -41,6 +41,9 @@ def test_measure_compiles_anew_each_time():
     assert (len(found.compile_s), len(found.run_s)) == (3, 4)
     assert found.text_bytes > 100
     assert found.temp_bytes >= 0
+    traces.clear()
+    untimed = harness.measure({"fun": (fun, jnp.ones((8, 8)))}, rounds=2, compiles=0)["fun"]
+    assert (len(traces), untimed.compile_s, len(untimed.run_s)) == (1, [], 2)
 
 
 def on_rows(fun, x):

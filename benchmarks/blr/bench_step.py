@@ -65,7 +65,7 @@ def _compared(steps, form, size):
     step, state, batch = calls[ADAMW]
     calls[FLOOR] = (functools.partial(_with_uniforms, step), state, batch)
     rounds, params = ROUNDS[form], state.params
-    measured = harness.measure(calls, rounds=rounds, compiles=1)
+    measured = harness.measure(calls, rounds=rounds, compiles=0)
     numbers = sum(x.size for x in jax.tree.leaves(params))
     about = {"case": "one step", "size": f"{size}, {numbers / 1e6:.2g} M parameters"}
     times = {name: [1e3 * s for s in result.run_s] for name, result in measured.items()}
@@ -97,7 +97,7 @@ def _noise(context):
         "jax.random.normal": lambda key: jax.random.normal(key, size),
         "jax.random.t": lambda key: jax.random.t(key, 9.0, size),  # alpha 0.8 in one dimension
     }
-    measured = harness.measure({n: (f, key) for n, f in draws.items()}, rounds=rounds, compiles=1)
+    measured = harness.measure({n: (f, key) for n, f in draws.items()}, rounds=rounds, compiles=0)
     times = {name: [1e3 * s for s in result.run_s] for name, result in measured.items()}
     about = {"case": "blr.q_gaussian_noise", "size": f"{size[0]} numbers", "seeds": range(rounds)}
     yield from harness.versus(

@@ -70,7 +70,7 @@ def _private(context):
 
 def _compared(steps, case, size, rounds):
     calls = {step.method: (step.fun, *step.args) for step in steps}
-    measured = harness.measure(calls, rounds=rounds, compiles=1)
+    measured = harness.measure(calls, rounds=rounds, compiles=0)
     ours = (steps[0].method,)
     about = {"case": case, "size": size, "better": "down"}
     times = {name: [1e3 * s for s in result.run_s] for name, result in measured.items()}

@@ -38,7 +38,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "smoke": Size(8, 16, 1, 8, 4, 3, 3, 1, 4),
-    "short": Size(32, 64, 1, 32, 16, 150, 40, 8, 128),
+    "short": Size(32, 64, 1, 32, 16, 400, 400, 8, 128),
     "full": Size(256, 1024, 5, 128, 16, 3000, 3000, 8, 512),
 }
 SEEDS = {"smoke": (1, 2), "short": range(1, 6), "full": range(1, 11)}

@@ -1,5 +1,6 @@
 """The program of a tapped loss function: levels, steps, and the sites among them."""
 
+import contextlib
 import dataclasses
 import enum
 import os
@@ -131,8 +132,10 @@ def is_literal(atom):
 def source_line(eqn, around=None):
     """Returns ``file.py:12``, the innermost line that is not of jax or flax, else ``around``."""
     traceback = getattr(eqn.source_info, "traceback", None)
+    # A function of jax may be wrapped in a context manager.
+    inside = [f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib", "flax")]
+    inside.append(contextlib.__file__)
     for frame in traceback.frames if traceback else ():
-        inside = [f"{os.sep}{name}{os.sep}" for name in ("jax", "jaxlib", "flax")]
         if not any(part in frame.file_name for part in inside):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return around or "an unknown line"
