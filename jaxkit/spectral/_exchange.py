@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxkit import _tree
+from jaxkit import _numerics, _tree
 from jaxkit.spectral._matrix_spec import MatrixSpec, from_matrices, to_matrices
 from jaxkit.spectral._placement import placement
 
@@ -23,7 +23,7 @@ _STACK = MatrixSpec(unit=(1,), feature=(2,), batch=(0,))
 _CPU_PIECE = 2**18  # elements of a piece: a few of them fit a core's cache
 
 
-def map_matrices(fun, xs, specs, *, placements=None, distribute=(), in_place=False):
+def map_matrices(fun, xs, specs, *, placements=None, distribute=(), in_place=False, squares=False):
     """Applies ``fun`` to every matrix of every leaf.
 
     ``fun`` maps ``[..., m, n]`` to the same shape, treats leading axes as a batch, and commutes
@@ -37,9 +37,12 @@ def map_matrices(fun, xs, specs, *, placements=None, distribute=(), in_place=Fal
       placements: list of Placement; ``None`` reads the types of ``xs``.
       distribute: mesh axes whose devices share the matrices of leaves that are replicated there.
       in_place: whether ``fun`` can work on columns that stay where they are.
+      squares: whether the sums of squares of rows and columns are wanted.
 
     Returns:
-      List of arrays like ``xs``, with the same shapes, dtypes and shardings.
+      List of arrays like ``xs``, with the same shapes, dtypes and shardings; and for each of them
+      ``{axes: sums of squares over these axes}``, in float32 or wider, with these axes as size 1:
+      empty unless they are wanted and come cheaply, from a whole bucket of unsharded matrices.
     """
     if placements is None:
         placements = [placement(x) for x in xs]
@@ -54,21 +57,22 @@ def map_matrices(fun, xs, specs, *, placements=None, distribute=(), in_place=Fal
             used = place.used() | set(distribute) & set(place.mesh.axis_names)
             key = place.mesh, not used <= place.manual
         apart[key].append(i)
-    out = [None] * len(xs)
+    out, sums = [None] * len(xs), [{}] * len(xs)
     for key, indices in apart.items():
         group = [xs[i] for i in indices]
         group_specs = [specs[i] for i in indices]
         places = [placements[i] for i in indices]
+        found = [{}] * len(group)
         if key is None:
-            done = _map_local(fun, group, group_specs)
+            done, found = _map_local(fun, group, group_specs, squares)
         else:
             mesh, open_map = key
             done = _map_sharded(
                 fun, group, group_specs, places, mesh, open_map, distribute, in_place
             )
-        for i, y in zip(indices, done, strict=True):
-            out[i] = y
-    return out
+        for i, y, square in zip(indices, done, found, strict=True):
+            out[i], sums[i] = y, square
+    return out, sums
 
 
 def _as_stored(spec):
@@ -78,8 +82,11 @@ def _as_stored(spec):
     return spec
 
 
-def _map_local(fun, xs, specs):
-    """Buckets whole leaves by oriented matrix shape and calls ``fun`` once for each bucket."""
+def _map_local(fun, xs, specs, squares=False):
+    """Buckets whole leaves by oriented matrix shape and calls ``fun`` once for each bucket.
+
+    Returns what :func:`map_matrices` does.
+    """
     parts = [to_matrices(x, spec) for x, spec in zip(xs, specs, strict=True)]
     flat, buckets = [part for leaf in parts for part in leaf], defaultdict(list)
     for i, part in enumerate(flat):
@@ -87,35 +94,71 @@ def _map_local(fun, xs, specs):
         buckets[min(part.shape[-2:]), max(part.shape[-2:]), part.dtype, _tree.varying(part)].append(
             i
         )
-    done = [None] * len(flat)
+    done = [None] * len(flat)  # for each part the result, then its sums of squares
     for (rows, cols, *_), indices in buckets.items():
         stacks = [_orient(flat[i]).reshape(-1, rows, cols) for i in indices]
         stack = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
-        result = _call(fun, stack)
+        results = _call(fun, stack, squares)
         ends = list(itertools.accumulate(len(s) for s in stacks))
-        for i, y in zip(indices, jnp.split(result, ends[:-1]), strict=True):
-            swapped = flat[i].shape[-2] > flat[i].shape[-1]
-            y = y.reshape(*flat[i].shape[:-2], rows, cols)
-            done[i] = y.mT if swapped else y
+        pieces = zip(*(jnp.split(result, ends[:-1]) for result in results), strict=True)
+        for i, group in zip(indices, pieces, strict=True):
+            batch, swapped = flat[i].shape[:-2], flat[i].shape[-2] > flat[i].shape[-1]
+            group = [y.reshape(*batch, *y.shape[-2:]) for y in group]
+            done[i] = [y.mT for y in (group[0], *group[:0:-1])] if swapped else group
     rest = iter(done)
-    return [
-        from_matrices([next(rest) for _ in leaf], spec, x.shape)
-        for leaf, spec, x in zip(parts, specs, xs, strict=True)
-    ]
+    out, sums = [], []
+    for leaf, spec, x in zip(parts, specs, xs, strict=True):
+        first, *others = zip(*(next(rest) for _ in leaf), strict=True)
+        out.append(from_matrices(first, spec, x.shape))
+        sums.append({})
+        if squares and spec.split is None and spec.interleave == 1:
+            for axes, y in zip((spec.unit, spec.feature), others, strict=True):
+                shape = [1 if i in axes else size for i, size in enumerate(x.shape)]
+                sums[-1][axes] = from_matrices(y, spec, shape)
+    return out, sums
 
 
-def _call(fun, stack):
-    """Applies ``fun`` to ``[n, rows, cols]``: at once, on a CPU in pieces that fit its cache."""
-    if len(stack) == 1:  # a batch of one is about twice as slow as no batch on a CPU
-        return fun(stack[0])[None]
+def _call(fun, stack, squares=False):
+    """Applies ``fun`` to ``[n, rows, cols]``: at once, on a CPU in pieces that fit its cache.
+
+    Returns the result, with ``squares`` also the sums of its squares over rows and over columns.
+    """
+
+    def at_once(x):
+        if len(x) == 1:  # a batch of one is about twice as slow as no batch on a CPU
+            return [y[None] for y in each(x[0])]
+        return each(x)
+
+    def each(x):
+        y = fun(x)
+        if not squares:
+            return [y]
+        square = jnp.square(y.astype(_numerics.wide(y.dtype)))
+        return [y, *(jnp.sum(square, axis, keepdims=True) for axis in (-2, -1))]
+
     piece = max(1, _CPU_PIECE // math.prod(stack.shape[1:]))
     if piece >= len(stack):
-        return fun(stack)
-    return jax.lax.platform_dependent(
-        stack,
-        cpu=functools.partial(jax.lax.map, fun, batch_size=piece if piece > 1 else None),
-        default=fun,
-    )
+        return at_once(stack)
+    by_piece = functools.partial(_by_piece, at_once, piece)
+    return jax.lax.platform_dependent(stack, cpu=by_piece, default=at_once)
+
+
+def _by_piece(fun, piece, stack):
+    """Applies ``fun`` to ``piece`` matrices at a time, each result in place of its input.
+
+    Unlike ``jax.lax.map`` this needs no second stack.
+    """
+
+    def step(start, size, out):
+        new = fun(jax.lax.dynamic_slice_in_dim(out[0], start, size))
+        pairs = zip(out, new, strict=True)
+        return [jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in pairs]
+
+    # Every entry is overwritten; but by these the compiler knows where the results lie.
+    out = [stack[:, : y.shape[1], : y.shape[2]].astype(y.dtype) for y in jax.eval_shape(fun, stack)]
+    whole = len(stack) // piece * piece
+    out = jax.lax.fori_loop(0, len(stack) // piece, lambda i, out: step(i * piece, piece, out), out)
+    return out if whole == len(stack) else step(whole, len(stack) - whole, out)
 
 
 def _orient(x):
@@ -300,13 +343,13 @@ def _exchange(fun, xs, layouts, axes, free, sizes):
 def _share(fun, whole, spec, free, sizes):
     """Applies ``fun``; the devices along the ``free`` axes each take a part of the matrices."""
     if not free:
-        return _map_local(fun, [whole], [spec])[0]
+        return _map_local(fun, [whole], [spec])[0][0]
     parts = math.prod(sizes[name] for name in free)
     each = -(-len(whole) // parts)
     padding = ((0, each * parts - len(whole)), *((0, 0),) * (whole.ndim - 1))
     start = jax.lax.axis_index(free) * each
     mine = jax.lax.dynamic_slice_in_dim(jnp.pad(whole, padding), start, each)
-    done = _map_local(fun, [mine], [spec])[0]
+    (done,), _ = _map_local(fun, [mine], [spec])
     return jax.lax.all_gather(done, free, tiled=True, to="invarying")[: len(whole)]
 
 
@@ -332,7 +375,7 @@ def _in_place(fun, xs, layouts, axes):
         x = x.reshape(len(x), -1, rows).mT if layout.swap else x.reshape(len(x), rows, -1)
         shards.append(x)
     stack = jnp.concatenate(shards)
-    done = _call(lambda x: fun(x, axes), stack)
+    (done,) = _call(lambda x: fun(x, axes), stack)
     ends = list(itertools.accumulate(len(x) for x in shards))
     out = []
     for y, layout in zip(jnp.split(done, ends[:-1]), layouts, strict=True):

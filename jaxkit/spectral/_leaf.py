@@ -138,19 +138,30 @@ def row_norm(x, view, floor, relative):
     """
     largest = view.reduce(jnp.max, jnp.abs(jax.lax.stop_gradient(x)), view.columns)
     empty = largest == 0
-    # Each row is divided by its largest entry, so that no square over- or underflows.
-    size = jnp.where(empty, 1, jnp.where(jnp.isinf(largest), jnp.nan, largest))
-    x = x / size
-    norm = safe_norm(x, view, view.columns)
+    # Each row is divided by its largest entry, so that no square over- or underflows. Numbers of
+    # which the reciprocal is subnormal, and so zero, count as infinite.
+    limit = 1 / jnp.finfo(x.dtype).tiny
+    size = jnp.where(empty, 1, jnp.where(largest > limit, jnp.nan, largest))
+    norm = safe_norm(x / size, view, view.columns)
     if relative:
         top = view.reduce(jnp.max, jax.lax.stop_gradient(largest), view.rows)
         share = jnp.where(empty, 0, norm * (size / jnp.where(top == 0, 1, top)))
         mean = total(jnp.square(share), view, view.rows)
-        mean = mean / view.count(view.rows, x.dtype)
-        floor = floor * _sqrt(mean) * jnp.where(empty, 0, top / size)
-    else:
-        floor = floor / size
-    return x / jnp.where(empty, 1, norm + floor)
+        floor = floor * _sqrt(mean / view.count(view.rows, x.dtype)) * top
+    whole = jnp.where(empty, 1, size * norm + floor)
+    # One factor for each row: to divide twice would keep another array like x.
+    return x * jnp.where(whole > limit, jnp.nan, 1 / whole)
+
+
+def factor_row_norm(x, square, view, floor, relative):
+    """Does the same to a polar factor, given the sum of squares of each row.
+
+    The squares cannot overflow; rows whose squares underflow are left as they are.
+    """
+    if relative:
+        mean = total(square, view, view.rows) / view.count(view.rows, x.dtype)
+        floor = floor * _sqrt(mean)
+    return x * (1 / jnp.where(square == 0, 1, _sqrt(square) + floor))
 
 
 def safe_norm(x, view, axes):
@@ -163,17 +174,20 @@ def _sqrt(square):
     return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, square)))
 
 
-def equalize_rows(x, nu, view, b2, eps):
+def equalize_rows(x, square, nu, view, b2, eps):
     """Divides each row by its root mean square over the steps, at the norm of the whole matrix.
 
-    Returns the result and ``nu``, the moving average of the squares.
+    Given the sum of squares of each row, returns the result and ``nu``, the moving average of
+    their means.
     """
-    square = total(jnp.square(x), view, view.columns) / view.count(view.columns, x.dtype)
-    nu = b2 * nu + (1 - b2) * square.astype(nu.dtype)
-    scaled = x / (_sqrt(nu.astype(x.dtype)) + eps)
-    both = view.rows + view.columns
-    norm, new = safe_norm(x, view, both), safe_norm(scaled, view, both)
-    return scaled * (norm / jnp.where(new == 0, 1, new)), nu
+    mean = square / view.count(view.columns, x.dtype)
+    nu = b2 * nu + (1 - b2) * mean.astype(nu.dtype)
+    root = _sqrt(nu.astype(x.dtype)) + eps
+    root = jnp.where(root == 0, 1, root)
+    # The norms of the matrix before and after follow from those of its rows.
+    old = total(square, view, view.rows)
+    new = total(jnp.square(_sqrt(square) / root), view, view.rows)
+    return x * (_sqrt(old) / _sqrt(jnp.where(new == 0, 1, new)) / root), nu
 
 
 def opened(x, view):

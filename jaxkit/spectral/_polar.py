@@ -99,7 +99,8 @@ def polar(
     x = check_matrix("x", x)
     *batch, unit, feature = range(x.ndim)
     spec = MatrixSpec((unit,), (feature,), tuple(batch))
-    return _exchange.map_matrices(functools.partial(apply, settings), [x], [spec])[0]
+    (factor,), _ = _exchange.map_matrices(functools.partial(apply, settings), [x], [spec])
+    return factor
 
 
 class Settings(NamedTuple):
@@ -161,14 +162,15 @@ class Damping(NamedTuple):
     relative: bool
 
 
-def apply(settings, x, axis_names=(), damping=None):
+def apply(settings, x, axis_names=(), damping=None, in_range=False):
     """Returns the polar factor of local whole matrices ``[..., m, n]``, damped or not.
 
     With ``axis_names`` the columns of ``x`` (its long side) are spread over these mesh axes, and
-    only the Gram form's small matrix is summed over them.
+    only the Gram form's small matrix is summed over them. ``in_range`` says that no sum of squares
+    over- or underflows.
     """
     if x.shape[-2] > x.shape[-1]:
-        return apply(settings, x.mT, axis_names, damping).mT
+        return apply(settings, x.mT, axis_names, damping, in_range).mT
     out_dtype, method, cols = x.dtype, settings.method, x.shape[-1]
     # Damping makes the matrix longer: see _lengthen.
     length = cols + (x.shape[-2] if damping else 0)
@@ -181,9 +183,11 @@ def apply(settings, x, axis_names=(), damping=None):
         rows, cushion = _coefficients.resolve(
             settings.coefficients, settings.steps, jnp.finfo(dtype).bits < 32
         )
-    x, size, zero = _divide_by_largest(x.astype(_numerics.wide(x.dtype)), axis_names)
+    x, size = x.astype(_numerics.wide(x.dtype)), 1
+    if rows is None or not in_range:
+        x, size = _divide_by_largest(x, axis_names)
     if rows is not None or damping:
-        x, damp = _normalize(x, size, zero, cushion, axis_names, damping)
+        x, damp = _normalize(x, size, cushion, axis_names, damping)
     x = x.astype(dtype)
     if damping and damping.relative:
         damp = damp * _gram_norm(x, settings.precision, axis_names)
@@ -196,7 +200,7 @@ def apply(settings, x, axis_names=(), damping=None):
     return factor[..., :cols].astype(out_dtype)
 
 
-def _normalize(x, size, zero, cushion, axis_names, damping):
+def _normalize(x, size, cushion, axis_names, damping):
     """Divides by ``cushion`` times the Frobenius norm, that of the lengthened matrix if damped.
 
     Returns the quotient and the damping in its units, if relative still to be multiplied.
@@ -205,7 +209,7 @@ def _normalize(x, size, zero, cushion, axis_names, damping):
     square = jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)
     if axis_names:
         square = jax.lax.psum(square, axis_names)
-    square = jnp.where(zero, 1, square)
+    square = jnp.where(square == 0, 1, square)
     if damping is None:
         return x / (cushion * jnp.sqrt(square)), None
     value = jnp.asarray(damping.value).astype(x.dtype)
@@ -236,7 +240,7 @@ def _divide_by_largest(x, axis_names=()):
     """Divides each matrix by its largest entry, so that no square over- or underflows.
 
     Everything behind it is scale-free: the derivative with respect to the divisor is zero.
-    Returns the quotient, the divisor, and which matrices are zero.
+    Returns the quotient and the divisor.
     """
     largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=(-2, -1), keepdims=True)
     if axis_names:
@@ -244,7 +248,7 @@ def _divide_by_largest(x, axis_names=()):
     # The compiler multiplies by the reciprocal of the divisor, which must not be subnormal.
     size = jnp.minimum(largest, 2.0 ** (jnp.finfo(x.dtype).maxexp * 3 // 4))
     divisor = jnp.where(largest == 0, 1, jnp.where(jnp.isinf(largest), jnp.nan, size))
-    return x / divisor, divisor, largest == 0
+    return x / divisor, divisor
 
 
 def _dot(a, b, precision=None):

@@ -47,6 +47,10 @@ class Rule(NamedTuple):
         return self.name in _POLAR
 
     @property
+    def has_row_sums(self):
+        return self.name in ("polar_then_row", "normuon")
+
+    @property
     def has_row_state(self):
         return self.name == "normuon"
 
@@ -55,7 +59,7 @@ class Rule(NamedTuple):
         if self.centered:
             x = _leaf.center(x, view)
         if self.name in ("row_norm", "row_then_polar"):
-            x = self._row_norm(x, view)
+            x = _leaf.row_norm(x, view, *self._floor(x.dtype))
             if self.centered:  # the division brings back a mean
                 x = _leaf.center(x, view)
         return jnp.sign(x) if self.name == "sign" else x
@@ -67,7 +71,9 @@ class Rule(NamedTuple):
             damping = _polar.Damping(1.0, False)
         elif self.name in ("right_spectral", "left_spectral") and not self._is_lost(settings, x):
             damping = _polar.Damping(self.eps, self.eps_mode == "relative")
-        factor = _polar.apply(settings, x, axis_names, damping)
+        # With a relative floor the longest row of a matrix is about of size one.
+        in_range = self.name == "row_then_polar" and self.row_floor is not None
+        factor = _polar.apply(settings, x, axis_names, damping, in_range)
         if self.alpha is None:
             return factor
         wide = _numerics.wide(x.dtype)
@@ -80,17 +86,21 @@ class Rule(NamedTuple):
         """Returns the size by which a factor is multiplied, for its inner product with X."""
         return jnp.maximum(nu, as_dtype(self.eps, nu.dtype)) ** as_dtype(self.alpha, nu.dtype)
 
-    def after(self, y, view):
-        """Returns the direction, given the factor in float32 or wider."""
-        if self.name == "polar_then_row":
-            y = self._row_norm(y, view)
-        return _leaf.center(y, view) if self.centered else y
+    def after(self, y, squares, nu, view):
+        """Returns the direction and the new ``nu``, given the factor in float32 or wider.
 
-    def equalize(self, y, nu, view):
-        """Returns the direction of normuon and its new state."""
-        return _leaf.equalize_rows(
-            y, nu, view, as_dtype(self.b2, nu.dtype), as_dtype(self.eps, y.dtype)
-        )
+        ``squares`` are those sums of squares over axes of ``y`` that are known.
+        """
+        if self.has_row_sums:
+            square = squares.get(view.columns)
+            if square is None:
+                square = _leaf.total(jnp.square(y), view, view.columns)
+            if self.has_row_state:
+                decay = as_dtype(self.b2, nu.dtype)
+                y, nu = _leaf.equalize_rows(y, square, nu, view, decay, as_dtype(self.eps, y.dtype))
+            else:
+                y = _leaf.factor_row_norm(y, square, view, *self._floor(y.dtype))
+        return (_leaf.center(y, view) if self.centered else y), nu
 
     def _is_lost(self, settings, x):
         """Says whether the damping is below the rounding of the Gram matrix it is added to."""
@@ -99,10 +109,10 @@ class Rule(NamedTuple):
         rounding = jnp.finfo(_numerics.wide(x.dtype)).eps
         return isinstance(self.eps, int | float) and self.eps < rounding
 
-    def _row_norm(self, x, view):
+    def _floor(self, dtype):
+        """Returns the floor of the rows, and whether it is relative."""
         relative = self.row_floor is not None
-        floor = self.row_floor if relative else self.eps
-        return _leaf.row_norm(x, view, as_dtype(floor, x.dtype), relative)
+        return as_dtype(self.row_floor if relative else self.eps, dtype), relative
 
 
 def make_rule(name, *, alpha, eps, eps_mode, row_floor, rows, centered, b2):

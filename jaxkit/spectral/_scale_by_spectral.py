@@ -222,28 +222,27 @@ def scale_by_spectral(
     def directions(xs, dtypes, views, variances, nu_units):
         """Returns the rule's direction for each leaf, and the new states of its rows."""
         xs = [inner.before(_leaf.opened(x, view), view) for x, view in zip(xs, views, strict=True)]
-        sizes = None
+        sizes, squares = None, [{}] * len(xs)
         if variances is not None:
             xs, sizes = _leaf.over_noise(xs, views, variances, noise_damping)
         if inner.has_polar:
             # What a 16-bit product would round anyway crosses the network in 16 bits, unless it
             # would lose its range before the input is normalized.
             products = [settings.product_dtype(dtype) for dtype in dtypes]
-            xs = _exchange.map_matrices(
+            xs, squares = _exchange.map_matrices(
                 lambda x, axis_names=(): inner.inside(settings, x, axis_names, sizes is not None),
                 [_narrow(x, product) for x, product in zip(xs, products, strict=True)],
                 [view.spec for view in views],
                 placements=[view.place for view in views],
                 distribute=distribute,
                 in_place=method in ("auto", "gram"),
+                squares=inner.has_row_sums,
             )
         xs = [x.astype(_numerics.wide(x.dtype)) for x in xs]
         if sizes is not None and inner.alpha is not None:
             xs = [x * s ** _rules.as_dtype(alpha, x.dtype) for x, s in zip(xs, sizes, strict=True)]
-        if inner.has_row_state:
-            pairs = [inner.equalize(*args) for args in zip(xs, nu_units, views, strict=True)]
-            xs, nu_units = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
-        return [inner.after(x, view) for x, view in zip(xs, views, strict=True)], nu_units
+        done = [inner.after(*args) for args in zip(xs, squares, nu_units, views, strict=True)]
+        return map(list, zip(*done, strict=True)) if done else ([], [])
 
     def update(updates, state, params=None, *, noise_variance=None, **extra):
         del params, extra
@@ -253,7 +252,9 @@ def scale_by_spectral(
         grads, treedef = jax.tree.flatten(updates)
         dtypes = [g.dtype for g in grads]
         old = treedef.flatten_up_to(state.mu)
-        nu_units = treedef.flatten_up_to(state.nu_unit) if rule.has_row_state else None
+        nu_units = [None] * len(grads)
+        if rule.has_row_state:
+            nu_units = treedef.flatten_up_to(state.nu_unit)
         variances = _variances(noise_variance, rule, items)
 
         def average(xs):
@@ -275,9 +276,8 @@ def scale_by_spectral(
             _scaled(x, scale, rule, item, view).astype(g.dtype).reshape(g.shape)
             for x, item, view, g in zip(out, items, views, grads, strict=True)
         ]
-        if rule.has_row_state:
-            nu_units = treedef.unflatten(nu_units)
-        return treedef.unflatten(out), ScaleBySpectralState(step, treedef.unflatten(mu), nu_units)
+        nu_unit = treedef.unflatten(nu_units) if rule.has_row_state else None
+        return treedef.unflatten(out), ScaleBySpectralState(step, treedef.unflatten(mu), nu_unit)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -44,3 +44,13 @@ def test_alpha_one_on_a_tall_matrix_moves_it_by_the_root_of_its_width_more():
     assert 0.9 * 8 < np.sqrt(np.mean(got**2)) < 1.1 * 8
     plain = direction("row_norm", x, row_floor=0.0)
     np.testing.assert_allclose(np.sqrt(np.mean(plain**2)), 1 / 8, rtol=1e-9)
+
+
+def test_rows_that_an_absolute_floor_makes_tiny_have_their_polar_factor():
+    """Rows of 1e-200, whose squares underflow: the hybrid is polar of them, by every method."""
+    x = normal(6, 4)
+    for method in ("newton_schulz", "gram", "eigh"):
+        options = {"method": method, "eps": 1.0, "eps_mode": "absolute"}
+        got = direction("row_then_polar", 1e-200 * x, **options)
+        want = direction("polar", x, method=method)
+        np.testing.assert_allclose(got, want, atol=1e-12)

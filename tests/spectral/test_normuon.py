@@ -2,7 +2,7 @@
 
 import contract
 import numpy as np
-from spectral.directions import normal, polar, run
+from spectral.directions import direction, normal, polar, run
 
 from jaxkit import spectral
 
@@ -30,3 +30,10 @@ def test_normuon_is_its_recursion_and_keeps_the_norm_of_the_factor():
     np.testing.assert_allclose(got, want, atol=1e-12)
     np.testing.assert_allclose(state.nu_unit["x"], v, atol=1e-12)
     np.testing.assert_allclose(np.linalg.norm(got), 2.0, rtol=1e-12)  # sqrt(rank)
+
+
+def test_a_row_of_zeros_stays_and_leaves_the_others_their_norm():
+    """Without eps too, where its root mean square is zero."""
+    x = np.diag([3.0, 0.0, -2.0])
+    got = direction("normuon", x, eps=0.0)
+    np.testing.assert_allclose(got, np.sign(x), atol=1e-12)

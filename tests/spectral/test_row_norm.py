@@ -35,3 +35,13 @@ def test_a_row_with_an_infinity_is_nan_and_no_other():
     options = {"eps": 0.0, "eps_mode": "absolute"}
     got = direction("row_norm", np.array([[1.0, np.inf], [3.0, 4.0]]), **options)
     np.testing.assert_allclose(got, [[np.nan, np.nan], [0.6, 0.8]])
+
+
+def test_rows_of_any_size_become_one_and_those_without_a_normal_reciprocal_nan():
+    """Sizes from 1e-300 to 1e300 in one matrix; 5e307 in an entry, or in the norm alone."""
+    sizes = 10.0 ** np.array([[-300], [-200], [0], [200], [300]])
+    got = direction("row_norm", sizes * [[3.0, 4.0]], row_floor=0.0)
+    np.testing.assert_allclose(got, [[0.6, 0.8]] * 5)
+    x = np.array([[5e307, 0.0], [4e307, 4e307], [3e307, 0.0]])
+    got = direction("row_norm", x, eps=0.0, eps_mode="absolute")
+    np.testing.assert_allclose(got, [[np.nan, np.nan], [np.nan, np.nan], [1.0, 0.0]])
