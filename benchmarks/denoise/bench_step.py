@@ -10,7 +10,7 @@ from jaxkit import denoise, train
 
 # Width, layers, context and batch of the decoder.
 SIZES = {"smoke": (16, 1, 8, 2), "short": (128, 2, 64, 8), "full": (256, 4, 128, 32)}
-ROUNDS = {"smoke": 1, "short": 9, "full": 21}
+ROUNDS = {"smoke": 1, "short": 7, "full": 21}
 PRIVATE = {"smoke": bench_private.Size(1, 16, ()), "short": bench_private.SIZES["full"]}
 PRIVATE["full"] = PRIVATE["short"]
 OURS = "denoise.private_gradient_estimator"

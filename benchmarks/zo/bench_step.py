@@ -134,7 +134,7 @@ def _start(size):
     tokens = jnp.arange(size.batch * (size.context + 1)) * 7 % size.vocabulary
     windows = tokens.reshape(size.batch, -1)
     key = jax.random.key(0)
-    return Decoder(size).init(key, windows[:, :-1]), key, windows
+    return jax.jit(Decoder(size).init)(key, windows[:, :-1]), key, windows
 
 
 def _steps(size, probes, dtype):
