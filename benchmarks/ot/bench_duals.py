@@ -14,7 +14,7 @@ from jaxkit import ot
 # Points of each side and directions; the rivals run where the third entry says so.
 SIZES = {
     "smoke": ((8, 3, True),),
-    "short": ((64, 100, True), (1000, 100, True), (4000, 100, False), (1000, 400, False)),
+    "short": ((64, 100, True), (1000, 100, True), (4000, 100, False)),
     "full": (
         *((64, 100, True), (1000, 100, True), (4000, 100, True)),
         *((16000, 100, False), (64000, 100, False), (1000, 400, False), (1000, 1600, False)),
@@ -36,7 +36,7 @@ def run(context):
         calls = {METHOD: (jax.vmap(ot.duals_1d), x, y), SORT: (_sorts, x, y)}
         if rivals:
             calls["ott.univariate"] = (ott_duals, x, y)
-        measured = harness.measure(calls, rounds=rounds, compiles=1)
+        measured = harness.measure(calls, rounds=rounds, compiles=0)
         times = {name: [1e3 * s for s in result.run_s] for name, result in measured.items()}
         if rivals:
             double = np.asarray(x, "float64"), np.asarray(y, "float64")
@@ -57,8 +57,9 @@ def run(context):
         )
         if rivals:
             worst = {name: [_violation(fun, x, y)] for name, fun in _PAIRS.items()}
+            metric = "largest f + g - cost, of the largest cost"
             yield from harness.versus(
-                (METHOD,), worst, **about, metric="largest f + g - cost", unit="1", better="down"
+                (METHOD,), worst, **about, metric=metric, unit="1", better="down"
             )
 
 
@@ -81,9 +82,10 @@ _PAIRS = {METHOD: jax.vmap(ot.duals_1d), "ott.univariate": ott_duals}
 
 
 def _violation(fun, x, y):
-    """Returns how far the potentials are from feasible, in float64 from their float32 values."""
-    f, g = (np.asarray(z, "float64") for z in jax.jit(fun)(x, y))
-    x, y = np.asarray(x, "float64"), np.asarray(y, "float64")
-    return max(
-        float(np.max(f[i][:, None] + g[i] - (x[i][:, None] - y[i]) ** 2)) for i in range(len(x))
-    )
+    """Returns how far float32 potentials are from feasible, as a share of the slice's top cost."""
+    f, g, x, y = (np.asarray(z, "float64") for z in (*jax.jit(fun)(x, y), x, y))
+    worst = 0.0
+    for slice_f, slice_g, slice_x, slice_y in zip(f, g, x, y, strict=True):
+        costs = np.square(np.subtract.outer(slice_x, slice_y))
+        worst = max(worst, np.max(np.add.outer(slice_f, slice_g) - costs) / np.max(costs))
+    return worst

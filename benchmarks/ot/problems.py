@@ -1,5 +1,7 @@
 """Transport problems on real data, and how Sinkhorn's iterations and exact costs are counted."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,13 +19,28 @@ MOST = 5000  # iterations
 
 def digits(seed, count):
     """Returns pairs of digits: weights on a grid of 8 x 8 points in the unit square."""
-    images = load_digits().data
-    images = images / images.sum(1, keepdims=True)
-    a, b = images[np.random.default_rng(seed).integers(len(images), size=(2, count))]
+    images = _images()
+    a, b = images[_drawn(seed, count)]
     axis = np.arange(8) / 7
     grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(64, 2)
     grid = np.broadcast_to(grid, (count, 64, 2))
     return _float32(ot.Pair(grid, grid, a, b))
+
+
+def other_digits(seed, count, first, images):
+    """Returns weights ``[images, 64]`` that no pair of ``digits`` has from the ``first`` on."""
+    free = np.setdiff1d(np.arange(len(_images())), _drawn(seed, count)[:, first:])
+    return _float32(_images()[np.random.default_rng(seed).choice(free, images, replace=False)])
+
+
+@functools.cache
+def _images():
+    images = load_digits().data
+    return images / images.sum(1, keepdims=True)
+
+
+def _drawn(seed, count):
+    return np.random.default_rng(seed).integers(len(_images()), size=(2, count))
 
 
 def colors(seed, count, pixels, crop=256):

@@ -61,5 +61,5 @@ def extend_1d(q, x, y, a=None, b=None, *, cost=squared, mask_x=None, mask_y=None
     for columns, _ in stair.paths:
         partner = _staircase.take(jnp.concatenate([columns, last]), left)
         y_at = _staircase.take(stair.y, jnp.where(place == 0, 0, partner))
-        steps.append(cost(q, y_at) - cost(x_left, y_at))
+        steps.append(_staircase.rise(cost, x_left, q, y_at))
     return jnp.where(stair.ok, f_left + sum(steps) / len(steps), jnp.nan).astype(dtype)

@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxkit import _check
 from jaxkit.ot import _pair
+from jaxkit.ot._costs import squared
 
 
 class Staircase(NamedTuple):
@@ -57,17 +58,20 @@ def potentials(stair, cost):
     steps = []
     for columns, rows in stair.paths:
         y_at, x_at = take(y, columns), take(x, rows)
-        steps.append(
-            (
-                cost(x[1:], y_at) - cost(x[:-1], y_at),
-                cost(x_at, y[1:]) - cost(x_at, y[:-1]),
-            )
-        )
+        steps.append((rise(cost, x[:-1], x[1:], y_at), rise(_flipped(cost), y[:-1], y[1:], x_at)))
     df, dg = (sum(step) / len(steps) for step in zip(*steps, strict=True))
     start = jnp.zeros(1, x.dtype), cost(x[:1], y[:1])
-    return tuple(
-        jnp.concatenate([s, s + jnp.cumsum(d)]) for s, d in zip(start, (df, dg), strict=True)
-    )
+    return tuple(_sums(jnp.concatenate(side)) for side in zip(start, (df, dg), strict=True))
+
+
+def rise(cost, low, high, partner):
+    """Returns ``cost(high, partner) - cost(low, partner)``.
+
+    Of the squared cost it is a product, exact to its own rounding, not to that of two large costs.
+    """
+    if cost is squared:
+        return (high - low) * ((high - partner) + (low - partner))
+    return cost(high, partner) - cost(low, partner)
 
 
 def search(levels, query, before):
@@ -100,6 +104,20 @@ def check_options(cost, tol):
     _check.function("cost", cost)
     if tol is not None:
         _check.between("tol", tol, 0, float("inf"))
+
+
+def _flipped(cost):
+    return cost if cost is squared else lambda y, x: cost(x, y)
+
+
+def _sums(steps):
+    """Returns the cumulative sums, nearly as accurate as if they were rounded once.
+
+    ``jnp.cumsum`` rounds large sums many times. The difference of two neighbors among them is exact
+    to rounding of a step, so what it lacks of the given step is known, and is summed in turn.
+    """
+    sums = jnp.cumsum(steps)
+    return sums + jnp.cumsum(steps - jnp.diff(sums, prepend=0))
 
 
 @jax.custom_jvp

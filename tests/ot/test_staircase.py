@@ -103,6 +103,31 @@ def test_levels_never_fall():
         assert np.all(np.diff(levels) >= 0), seed
 
 
+def test_sums_err_by_half_an_ulp_and_by_rounding_of_steps():
+    """By u |sum| and, as Hoeffding has it, by 6 u of the root of the sum of squared steps.
+
+    A far point changes nothing before it.
+    """
+    steps = np.abs(np.random.default_rng(0).normal(size=(8, 5000)).astype(np.float32))
+    steps[:, 4000] = 1e12
+    got = jax.jit(jax.vmap(_staircase._sums))(steps)
+    steps = np.float64(steps)
+    want, squares = np.cumsum(steps, axis=1), np.cumsum(steps**2, axis=1)
+    bound = 1.01 * 2.0**-24 * (np.abs(want) + 6 * np.sqrt(squares))
+    assert np.all(np.abs(np.float64(got) - want) <= bound)
+
+
+def test_rise_of_the_squared_cost_keeps_its_digits_far_away():
+    """From 1000 to the next float32 number, seen from -1000: two costs have no such digits."""
+    low = np.float32(1000)
+    high = np.nextafter(low, np.float32(np.inf))
+    want = (np.float64(high) + 1000) ** 2 - 2000.0**2
+    got = _staircase.rise(ot.squared, low, high, np.float32(-1000))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    by_hand = _staircase.rise(lambda x, y: (x - y) ** 2, low, high, np.float32(-1000))
+    np.testing.assert_allclose(by_hand, want, atol=2 * 2000.0**2 * 2.0**-24)
+
+
 def test_program_sorts_each_side_once_and_one_array_of_integers():
     """Equal weights need no search for the paths either: two searches for the places remain."""
     x, a = jnp.ones(16), jnp.full(16, 1 / 16)
