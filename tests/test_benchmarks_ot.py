@@ -69,6 +69,16 @@ def test_known_potential_needs_one_iteration():
     np.testing.assert_allclose(half, costs, rtol=1e-3)
 
 
+def test_colors_weigh_alike_and_epsilon_is_a_share_of_their_mean_cost():
+    """16 pixels weigh 1 / 16 each, in the space of three colors."""
+    case = bench_iterations._colors(1, 2, 16, 6)
+    pairs, epsilon = bench_iterations._pairs(case, 0)
+    x, y = np.float64(pairs.x), np.float64(pairs.y)
+    mean = np.mean(np.sum((x[:, :, None] - y[:, None]) ** 2, -1))
+    np.testing.assert_allclose(epsilon, case.epsilon * mean, rtol=1e-5)
+    assert pairs.x.shape == (3, 16, 3) and np.all(pairs.a == 1 / 16) and np.all(pairs.b == 1 / 16)
+
+
 def test_violation_is_the_largest_excess_over_the_cost():
     """Potentials raised by a constant are infeasible by it, in the largest cost; exact ones not."""
     x, y = jnp.array([[0.0, 1.0]]), jnp.array([[0.0, 4.0]])

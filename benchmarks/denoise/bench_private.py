@@ -186,6 +186,7 @@ AVERAGED = {f"{base}, {AVERAGE}": base for base in (ADAM, MUON)}
 OURS = [f"{base}, {kind}" for base in (ADAM, MUON, AWARE) for kind in (ORDER_1, ORDER_2)]
 # The programs take long to compile, so the short form keeps to these.
 SHORT = [f"{AWARE}, {ORDER_2}", f"{MUON}, {RAW}", DPSGD, JAX_PRIVACY]
+SMOKE = [f"{AWARE}, {ORDER_2}", DPSGD]
 GRIDS = {
     **{
         name: {"learning_rate": RATES[base], "gain": GAINS[base]}
@@ -206,7 +207,7 @@ GRIDS = {
 
 def run(context):
     size, seeds = SIZES[context.form], list(SEEDS[context.form])
-    methods = SHORT if context.form != "full" else list(GRIDS)
+    methods = {"smoke": SMOKE, "short": SHORT, "full": list(GRIDS)}[context.form]
     names = [DIGITS, *(_read(context.data) if context.data else ())]
     for name in names:
         tuned = name

@@ -37,6 +37,7 @@ SCHEDULES = {"constant rate": 0.0, "decayed rate": 1.0}
 MOMENTUM, ORDER_2, AVERAGE = "Muon, momentum", "Muon, denoise order 2", "Muon, weight average"
 AUTO = 'Muon, gain="auto"'
 OURS = (ORDER_2, AUTO)
+SMOKE = (MOMENTUM, ORDER_2)
 UNITS = {DIGITS: "nats", TEXT: "nats per byte"}
 OTHER_RATES = {DIGITS: 3e-3, TEXT: 1e-2}  # of Adam, for what Muon leaves to it
 RATES = {DIGITS: (0.005, 0.015, 0.04, 0.12), TEXT: (0.002, 0.006, 0.02, 0.06)}
@@ -99,6 +100,7 @@ METHODS = {
 
 def run(context):
     size, seeds = SIZES[context.form], list(SEEDS[context.form])
+    methods = SMOKE if context.form == "smoke" else METHODS
     cases = [(task, batch) for task in size.steps for batch in size.batches]
     labels = context.track([f"{task}, batch {batch}" for task, batch in cases])
     for (task, batch), _ in zip(cases, labels, strict=True):
@@ -108,7 +110,7 @@ def run(context):
                 for schedule, decay in SCHEDULES.items()
                 for _ in seeds
             ]
-            for method in METHODS
+            for method in methods
         }
 
         def race(method, task=task, batch=batch, settings=settings):
@@ -116,12 +118,12 @@ def run(context):
             return _race(size, task, batch, method, settings[method], all_seeds, context.dtype)
 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:  # compiling takes one core
-            found = dict(zip(METHODS, pool.map(race, METHODS), strict=True))
+            found = dict(zip(methods, pool.map(race, methods), strict=True))
         for index, schedule in enumerate(SCHEDULES):
             part = slice(index * len(seeds), (index + 1) * len(seeds))
             about = {"case": f"{task}, batch {batch}, {schedule}", "seeds": seeds}
             yield from harness.versus(
-                OURS,
+                [method for method in OURS if method in found],
                 {method: result["loss"][part] for method, result in found.items()},
                 **about,
                 size=size.about(task, batch),

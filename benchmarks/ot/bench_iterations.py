@@ -63,7 +63,7 @@ def _noise(train, test, points):
 
 
 CASES = {
-    "smoke": {"digits": _digits(0.1, 2, 2, 2, 4), "colors": _colors(2, 2, 16, 6)},
+    "smoke": {"digits": _digits(0.1, 2, 2, 2, 4)},
     "short": {
         "digits, epsilon 0.1": _digits(0.1),
         "colors": _colors(3, 3, 128, 99),
