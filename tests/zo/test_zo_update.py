@@ -178,7 +178,7 @@ def memory(fun, *args, donate=()):
 def test_a_step_takes_the_memory_of_inference_and_one_copy_of_the_parameters(
     num_samples, num_probes, direction
 ):
-    """A copy and two of the largest leaf beside inference; backprop takes several times as much."""
+    """A copy and two of the largest leaf beside inference; backprop takes five times as much."""
     params = transformer()
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
     sizes = [4 * x.size for x in jax.tree.leaves(params)]
@@ -204,8 +204,9 @@ def test_a_step_takes_the_memory_of_inference_and_one_copy_of_the_parameters(
     inference, least = memory(cross_entropy, params, tokens)
     temp, total = memory(step, key, params, state, tokens, donate=(1, 2))
     assert temp <= inference + sum(sizes) + 2 * max(sizes)
-    # Six times as much; 3.7 on jax 0.10.0, where the loss alone takes twice the memory.
-    assert total <= 1.4 * least and 3.5 * total <= memory(sgd, params, tokens, donate=0)[1]
+    # Before jax 0.10.2 the loss alone takes twice the memory, and backprop no more than after.
+    factor = 5 if jax.__version_info__ >= (0, 10, 2) else 3.5
+    assert total <= 1.4 * least and factor * total <= memory(sgd, params, tokens, donate=0)[1]
 
 
 def test_no_direction_is_kept_between_the_calls():
